@@ -1,0 +1,93 @@
+"""Write data/prompts/{train,calibration,test}.jsonl from data/templates/*.toml. Same templates, same bytes.
+
+    python data/make_prompts.py [--out DIR]
+
+A template file is a domain, a ``[[kind]]`` in it is a kind of question with eight variants: variant j takes value j of
+each of the kind's lists. Five variants go to train, one to calibration, two to test, so every split asks every kind of
+question and no two splits share content. No random numbers: places rotate with the kind's index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dspark.contracts import DsparkError
+from dspark.files import atomic_write
+
+HERE = Path(__file__).parent
+DOMAINS = ("math", "code", "chat")
+PLACES = ("train",) * 5 + ("calibration",) + ("test",) * 2
+FIXED_KEYS = {"name", "say", "answer", "then", "system"}
+
+Row = dict[str, Any]
+
+
+def make_rows(templates: Path = HERE / "templates") -> list[Row]:
+    """All prompts, in order of domain, kind and variant. Raises DsparkError on a template that cannot be filled."""
+    rows = [
+        row
+        for domain in DOMAINS
+        for index, kind in enumerate(tomllib.loads((templates / f"{domain}.toml").read_text(encoding="utf-8"))["kind"])
+        for row in _variants(domain, index, kind)
+    ]
+    seen: dict[str, str] = {}
+    for row in rows:
+        first = seen.setdefault(json.dumps(row["messages"]), row["id"])
+        if first != row["id"]:
+            raise DsparkError(f"data: expected every prompt to differ, but {row['id']} repeats {first}.")
+    return rows
+
+
+def _variants(domain: str, index: int, kind: dict[str, Any]) -> Iterator[Row]:
+    slots = {key: values for key, values in kind.items() if key not in FIXED_KEYS}
+    for key, values in slots.items():
+        if len(values) != len(PLACES):
+            raise DsparkError(
+                f"data: expected {len(PLACES)} values in {domain}/{kind['name']}.{key}, but got {len(values)}."
+            )
+    for variant in range(len(PLACES)):
+        fill = {key: values[variant] for key, values in slots.items()}
+        yield {
+            "id": f"{domain}-{kind['name']}-{variant}",
+            "domain": domain,
+            "split": PLACES[(variant + index) % len(PLACES)],
+            "kind": kind["name"],
+            "messages": _messages(kind, fill, index, variant),
+        }
+
+
+def _messages(kind: dict[str, Any], fill: dict[str, Any], index: int, variant: int) -> list[dict[str, str]]:
+    """The variant's turns. The divisors differ so that wording, system turn and split vary independently."""
+    turns = [("user", kind["say"][(variant + index // 2) % len(kind["say"])])]
+    if "system" in kind and (variant + index // 3) % 2 == 0:
+        turns.insert(0, ("system", kind["system"]))
+    if "then" in kind:
+        turns += [("assistant", kind["answer"]), ("user", kind["then"][(variant + index) // 2 % len(kind["then"])])]
+    return [{"role": role, "content": text.format(**fill)} for role, text in turns]
+
+
+def write_prompts(out: Path) -> dict[str, int]:
+    """Write one JSONL file a split into ``out``; returns the number of prompts of each."""
+    rows, counts = make_rows(), {}
+    for split in dict.fromkeys(PLACES):
+        chosen = [row for row in rows if row["split"] == split]
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in chosen)
+        atomic_write(out / f"{split}.jsonl", "".join(lines))
+        counts[split] = len(chosen)
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=HERE / "prompts", help="where the three files go")
+    for split, count in write_prompts(parser.parse_args().out).items():
+        print(f"{split}: {count} prompts")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The report as plain text, 80 columns, for the terminal. Left out on purpose: colours, and what report.html is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dspark.calibration.events import ALL
+from dspark.calibration.scores import ESTIMATORS
+
+_WIDTH = 80
+_HEADER = "     T  before   after  95% interval   noise   AUROC  predicted  observed"
+
+
+def percent(value: float | None) -> str:
+    """A share as a percentage with one decimal ("12.3"), or "no data"."""
+    return "no data" if value is None else f"{100 * value:.1f}"
+
+
+def table_lines(data: dict[str, Any]) -> list[str]:
+    """Lines of at most 80 columns from a report's JSON data."""
+    cells = {(r["estimator"], r["law"], r["domain"], r["slot"]): r for r in data["rows"]}
+    slots = [*range(1, data["num_slots"] + 1), "mean"]
+    temperatures = [f"{t:.2f}" for t in data["calibration"]["temperatures"]] + [""]
+    domains = [d for d in data["domains"] if d != ALL]
+    counts = data["domains"][ALL]
+    lines = [
+        data["title"][:_WIDTH],
+        f"{counts['rounds']} rounds of {counts['conversations']} conversations; per round "
+        f"{_number(counts['accepted_drafts_per_round'], 2)} accepted drafts, "
+        f"{_number(counts['tokens_per_round'], 2)} tokens",
+        "",
+        "Survival of the draft prefix, ECE in %",
+        f"{'slot':>6}{_HEADER}",
+    ]
+    lines += [_line(f"{s:>6}", t, cells, ALL, s) for s, t in zip(slots, temperatures, strict=True)]
+    if domains:
+        lines += ["", f"{'domain':<13}{_HEADER[7:]}"]
+        lines += [_line(f"{d[:12]:<12}", None, cells, d, "mean") for d in domains]
+    lines += ["", *_estimator_lines(cells), ""]
+    lines += [wrapped for note in data["notes"] for wrapped in _wrap(note)]
+    return [line.rstrip() for line in lines]
+
+
+def _line(label: str, temperature: str | None, cells: dict[Any, Any], domain: str, slot: Any) -> str:
+    before, after = (cells[name, "cumulative", domain, slot] for name in ("head", "head_calibrated"))
+    middle = "" if temperature is None else f"{temperature:>6}"
+    return (
+        f"{label}{middle} {percent(before['ece']):>7} {percent(after['ece']):>7}  {_span(after):>12}"
+        f" {percent(after['ece_noise']) if after['events'] else '-':>7} {_number(after['auroc']):>7}"
+        f" {_number(after['mean_predicted']):>10} {_number(after['mean_observed']):>9}"
+    )
+
+
+def _estimator_lines(cells: dict[Any, Any]) -> list[str]:
+    lines = [f"{'All slots pooled':<26}{'survival':>16}{'':14}{'given all before':>20}"]
+    lines.append(f"{'':<26}{'ECE %':>7}{'NLL':>8}{'AUROC':>8}{'':7}{'ECE %':>7}{'NLL':>8}{'AUROC':>8}")
+    for name, label in ESTIMATORS.items():
+        if (name, "cumulative", ALL, "pooled") not in cells:
+            lines.append(f"{label:<26}not given")
+            continue
+        halves = []
+        for law in ("cumulative", "conditional"):
+            row = cells[name, law, ALL, "pooled"]
+            halves.append(f"{percent(row['ece']):>7}{_number(row['nll']):>8}{_number(row['auroc']):>8}")
+        lines.append(f"{label:<26}{halves[0]}{'':7}{halves[1]}")
+    return lines
+
+
+def _span(row: dict[str, Any]) -> str:
+    span = row["interval"]["ece"]
+    return "-" if span is None else f"[{percent(span[0])}, {percent(span[1])}]"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _wrap(note: str) -> list[str]:
+    lines, current = [], "-"
+    for word in note.split():
+        if len(current) + 1 + len(word) > _WIDTH:
+            lines.append(current)
+            current = " "
+        current += " " + word
+    return [*lines, current]

@@ -1,0 +1,1 @@
+"""What the verbs of `dspark` run: a module each, with ``add_arguments(parser)`` and ``run(args) -> exit code``."""

@@ -1,0 +1,80 @@
+"""Rollouts by the deterministic runner: prompts in, trajectories and a manifest out.
+
+A trajectory is a function of the target, the prompt, the sampling settings and its own seed; under the coupled and
+greedy verifiers neither the draft model, the batch nor an interruption shows in it. A run that was interrupted goes on
+where it stopped when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from dspark.commands.recipe_options import add_recipe_options, read_options
+from dspark.commands.running import Loaded, load, progress
+from dspark.corpus.prompts import load_prompts
+from dspark.rollouts.collect import collect
+from dspark.rollouts.config import RolloutConfig
+
+EXAMPLES = """
+examples:
+  dspark rollout recipes/rollout.yaml
+  dspark rollout recipes/rollout.yaml --samples_per_prompt 8 --out runs/group8
+  dspark rollout recipes/rollout.yaml --commit-to-cap --gamma 3 --out runs/events
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `dspark rollout`."""
+    add_recipe_options(parser, RolloutConfig, skip=("commit_to_cap",))
+    parser.add_argument("--commit-to-cap", action="store_true", default=None, help="verify whole blocks, commit at most gamma")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--json", action="store_true", help="print the summary as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Collect, and print what was collected; 0. Raises DsparkError on a mistake in recipe, prompts or models."""
+    config = read_options(args, RolloutConfig)
+    summary = roll(config, quiet=args.quiet)
+    print(json.dumps(summary) if args.json else as_text(summary))
+    return 0
+
+
+def roll(config: RolloutConfig, loaded: Loaded | None = None, quiet: bool = False, title: str = "rollout") -> dict[str, Any]:
+    """Run one rollout config to its end. ``loaded``: models already in memory (they must be the config's)."""
+    loaded = loaded or load(config.target, config.dtype, config.drafter)
+    prompts = load_prompts(config.prompts, loaded.tokenizer, config.split or None, quarantine_path(config.out))
+    engine = loaded.engine(config.verifier, config.gamma, config.batch_size, config.commit_to_cap)  # type: ignore[arg-type]
+    with progress(title, quiet=quiet) as bar:
+        summary = collect(
+            prompts.prompts,
+            engine,
+            config,
+            config.out,
+            loaded.facts(config.verifier),
+            bar,
+            eos_ids=loaded.target.eos_ids,
+            decode=loaded.tokenizer.decode,
+        )
+    return {**summary, "dropped_rows": len(prompts.dropped), "quarantine": str(quarantine_path(config.out))}
+
+
+def quarantine_path(out: str) -> Path:
+    """Where the broken rows of a run's prompt file go: beside its folder, which holds nothing but what the manifest names."""
+    return Path(out.rstrip("/") + ".quarantine.jsonl")
+
+
+def as_text(summary: dict[str, Any]) -> str:
+    reasons = ", ".join(f"{count} {name}" for name, count in summary["finish_reasons"].items())
+    lines = [
+        f"{summary['trajectories']} trajectories, {summary['tokens']} tokens ({reasons}) in {summary['out']}",
+        f"{summary['new_tokens']} tokens in this run, {summary['tokens_per_second']:.0f} tokens/s; "
+        f"{summary['resumed']} trajectories were there already",
+    ]
+    if summary["dropped_rows"]:
+        lines.append(f"{summary['dropped_rows']} broken prompt rows were set aside: {summary['quarantine']} says why")
+    for error in summary["reward_errors"]:
+        lines.append(f"reward: {error}")
+    return "\n".join(lines)

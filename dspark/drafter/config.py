@@ -1,0 +1,178 @@
+"""What a draft model is, as plain fields: all that is saved beside its weights.
+
+The shapes are the draft model's own and allow-listed. A target's config carries fields (partial rotary, sliding
+windows) that the draft layers do not follow, so a copy of it would describe another model than the trained one.
+Fields that silently break acceptance when guessed (block_size, mask_token_id, target_layer_ids, sample_from_anchor)
+have no default.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any
+
+from dspark.contracts import DsparkError
+from dspark.drafter.rope import check_rope, rope_parameters_of
+
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterConfig:
+    """One draft model. Raises DsparkError on a value out of range or a combination that means nothing.
+
+    block_size: slots K fed at once: the anchor, then K-1 mask tokens.
+    sample_from_anchor: True (DSpark): slot k stands at position anchor+k and predicts the token *after* itself, so the
+        anchor's slot predicts too and a block proposes K tokens. False (DFlash's own): slot k predicts the token *at*
+        its own position; slot 0 would repeat the anchor and is dropped, so a block proposes K-1 tokens.
+        In both, prediction j (0-based) is the token at anchor+j+1. See ``num_predictions``.
+    target_layer_ids: layer i = output of the target's decoder layer i before the final norm, -1 = embedding output;
+        strictly increasing.
+    markov_rank 0 switches the sequential head off. confidence_with_markov gives the confidence head the previous
+        token's Markov embedding beside the hidden state; stop_gradient detaches both.
+    sliding_window: how many context tokens before the anchor a block sees (0 = all).
+    draft_vocab_size: columns of the draft logits (0 = the whole vocabulary). qk_norm: per-head norm of queries and
+        keys as in Qwen3; off for draft layers copied from a target without it.
+    target_fingerprint: of the target it was trained for ("" = unknown).
+    """
+
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    sample_from_anchor: bool
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_target_layers: int
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict[str, Any] = field(
+        default_factory=lambda: {"rope_theta": 10000.0, "rope_type": "default"}, hash=False
+    )
+    qk_norm: bool = True
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    markov_head: str = "vanilla"
+    markov_rank: int = 0
+    confidence_head: bool = False
+    confidence_with_markov: bool = False
+    stop_gradient: bool = False
+    sliding_window: int = 0
+    draft_vocab_size: int = 0
+    target_fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target_layer_ids", tuple(int(i) for i in self.target_layer_ids))
+        _check_sizes(self)
+        _check_layer_ids(self.target_layer_ids, self.num_target_layers)
+        _check_heads(self)
+        check_rope(self.rope_parameters, self.head_dim)
+
+    @property
+    def num_predictions(self) -> int:
+        """Tokens one block proposes: the largest gamma."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def num_columns(self) -> int:
+        """Width of the draft logits."""
+        return self.draft_vocab_size or self.vocab_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; ``from_dict`` gives the same config back."""
+        return {**asdict(self), "target_layer_ids": list(self.target_layer_ids)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], where: str = "drafter config") -> DrafterConfig:
+        """Raises DsparkError on an unknown or a missing key."""
+        if not isinstance(values, dict):
+            raise DsparkError(f"{where}: expected a mapping of fields, but got {type(values).__name__}.")
+        known = {f.name: f for f in fields(cls)}
+        unknown = sorted(map(str, values.keys() - known.keys()))
+        if unknown:
+            raise DsparkError(
+                f"{where}: expected only known fields, but got {', '.join(unknown)}. Known are: {', '.join(known)}."
+            )
+        required = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
+        missing = [name for name in required if name not in values]
+        if missing:
+            raise DsparkError(f"{where}: expected the required fields {', '.join(missing)}, but they are absent.")
+        return cls(**values)
+
+    @classmethod
+    def for_target(cls, target: Any, **choices: Any) -> DrafterConfig:
+        """A config whose shapes follow a target (dspark.target.decoder.Target), field by field; ``choices`` are the
+        fields that only the user can decide (block_size, num_layers, heads, ...) and win over the target's."""
+        shape = target.config
+        taken = {
+            "vocab_size": target.vocab_size,
+            "hidden_size": target.hidden_size,
+            "num_target_layers": target.num_layers,
+            "target_fingerprint": target.fingerprint,
+            "intermediate_size": shape.intermediate_size,
+            "num_heads": shape.num_heads,
+            "num_kv_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
+            "rms_norm_eps": shape.rms_norm_eps,
+            "rope_parameters": rope_parameters_of(shape.rope),
+        }
+        return cls.from_dict({**taken, **choices}, "drafter config for this target")
+
+
+def _check_sizes(config: DrafterConfig) -> None:
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "num_target_layers"):
+        _check(name, getattr(config, name), _is_int(getattr(config, name), 1), "a positive integer")
+    least = 1 if config.sample_from_anchor else 2
+    checks = (
+        ("sample_from_anchor", isinstance(config.sample_from_anchor, bool), "true or false"),
+        ("block_size", _is_int(config.block_size, least), f"an integer >= {least} (with this sample_from_anchor)"),
+        ("num_layers", _is_int(config.num_layers, 1), "a positive integer"),
+        ("head_dim", _is_int(config.head_dim, 2) and config.head_dim % 2 == 0, "a positive even integer"),
+        ("num_heads", config.num_heads % config.num_kv_heads == 0, f"a multiple of num_kv_heads {config.num_kv_heads}"),
+        ("mask_token_id", _is_int(config.mask_token_id, 0) and config.mask_token_id < config.vocab_size,
+         f"a row of the embedding, 0 <= id < vocab_size {config.vocab_size}"),
+        ("rms_norm_eps", config.rms_norm_eps > 0, "a number > 0"),
+        ("sliding_window", _is_int(config.sliding_window, 0), "an integer >= 0 (0 = off)"),
+        ("draft_vocab_size", _is_int(config.draft_vocab_size, 0) and config.draft_vocab_size < config.vocab_size,
+         f"0 (the whole vocabulary) or below vocab_size {config.vocab_size}"),
+    )  # fmt: skip
+    for name, ok, wanted in checks:
+        _check(name, getattr(config, name), ok, wanted)
+
+
+def _check_layer_ids(ids: tuple[int, ...], num_target_layers: int) -> None:
+    increasing = all(a < b for a, b in itertools.pairwise(ids))
+    in_range = bool(ids) and ids[0] >= -1 and ids[-1] < num_target_layers
+    wanted = f"strictly increasing layer ids from -1 (embedding output) to {num_target_layers - 1}, at least one"
+    _check("target_layer_ids", list(ids), increasing and in_range, wanted)
+
+
+def _check_heads(config: DrafterConfig) -> None:
+    _check("markov_head", config.markov_head, config.markov_head in MARKOV_HEADS, f"one of {', '.join(MARKOV_HEADS)}")
+    _check("markov_rank", config.markov_rank, _is_int(config.markov_rank, 0), "an integer >= 0 (0 = no Markov head)")
+    if not config.confidence_with_markov:
+        return
+    if not config.confidence_head:
+        raise DsparkError(
+            "drafter config: expected confidence_head: true with confidence_with_markov: true, but got false. "
+            "Switch the confidence head on, or confidence_with_markov off."
+        )
+    if config.markov_rank == 0:
+        raise DsparkError(
+            "drafter config: expected markov_rank >= 1 with confidence_with_markov: true, but got 0. "
+            "There is no Markov embedding to read: give a rank, or switch confidence_with_markov off."
+        )
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check(name: str, value: Any, ok: bool, wanted: str) -> None:
+    if not ok:
+        raise DsparkError(f"drafter config: expected {name} to be {wanted}, but got {value!r}.")

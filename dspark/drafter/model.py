@@ -1,0 +1,248 @@
+"""The draft model: context features in, a block of token proposals with confidences out.
+
+    features [N, n*H] -> fc, norm -> context [N, H] -> keys and values per draft layer (cached by the caller)
+    anchor + mask tokens -> draft layers -> hidden [B, P, H] -> LM head + Markov bias -> logits [B, P, Vd]
+Two arithmetic paths, one code: ``train()`` is plain torch with autograd, ``eval()`` the inference ops, in which a
+block's bits depend on the block and its context alone, and ``teacher_forced`` equals ``propose`` bit for bit.
+The target's embedding and LM head are bound from outside (``bind``): they are no parameters, get no gradient and are
+in no checkpoint. Caching context keys, choosing tokens and verifying live in the runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dspark.contracts import DsparkError
+from dspark.drafter.attention import Spans
+from dspark.drafter.backbone import DraftLayer
+from dspark.drafter.confidence import ConfidenceHead
+from dspark.drafter.config import DrafterConfig
+from dspark.drafter.layers import Dense, RMSNorm, linear, start
+from dspark.drafter.rope import Rope
+from dspark.drafter.sequential import markov_head
+from dspark.drafter.vocabulary import BoundVocabulary
+
+ContextKV = list[tuple[Tensor, Tensor]]  # per draft layer: keys and values [T, Hkv, D]
+Choose = Callable[[int, Tensor], Tensor]  # slot, logits [B, Vd] fp32 -> vocabulary ids [B]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOutput:
+    """hidden [B,P,H]; logits [B,P,Vd] fp32 (Markov bias included); confidence_logits [B,P] fp32 before temperature."""
+
+    hidden: Tensor
+    logits: Tensor
+    confidence_logits: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """token_ids [B,g] vocabulary ids; confidence_logits [B,g] fp32 before temperature, None without the head."""
+
+    token_ids: Tensor
+    confidence_logits: Tensor | None
+
+
+class Drafter(nn.Module):
+    """A draft model with fresh weights (from `seed`). draft_ids [Vd] int64 ascending: the reduced draft vocabulary,
+    given here or by a state dict when config.draft_vocab_size > 0."""
+
+    draft_ids: Tensor | None
+
+    def __init__(self, config: DrafterConfig, draft_ids: Tensor | None = None, seed: int = 0):
+        super().__init__()
+        self.config = config
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = Dense(len(config.target_layer_ids) * hidden, hidden)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(hidden, eps)
+        self.markov_head = markov_head(config)
+        rank = config.markov_rank if config.confidence_with_markov else 0
+        self.confidence_head = ConfidenceHead(hidden, rank, config.num_predictions) if config.confidence_head else None
+        self.register_buffer("draft_ids", _draft_ids(config, draft_ids))
+        self.rope = Rope(config.rope_parameters, config.head_dim)
+        self._bound: BoundVocabulary | None = None
+        start(self, torch.Generator().manual_seed(seed))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def vocabulary_ids(self) -> Tensor | None:
+        """Vocabulary id of each logit column [Vd], ascending; None = column and id are the same."""
+        return self.draft_ids
+
+    def bind(self, embed_weight: Tensor, head_weight: Tensor) -> Drafter:
+        """Lends the target's embedding and LM head [V,H], in any dtype. Raises DsparkError when the shapes differ."""
+        self._bound = BoundVocabulary(embed_weight, head_weight, self.config)
+        return self
+
+    # Context
+
+    def context(self, features: Tensor) -> Tensor:
+        """features [N, n*H]: the tapped target layers side by side -> context [N,H]."""
+        with self._grad():
+            return self.hidden_norm(self.fc(features.to(self.dtype)))
+
+    def context_kv(self, context: Tensor, positions: Tensor) -> ContextKV:
+        """context [N,H] of tokens at positions [N] -> keys (normed, rotated) and values of each layer [N,Hkv,D]."""
+        with self._grad():
+            rotary = self.rope(positions)
+            return [layer.self_attn.keys_values(context, rotary) for layer in self.layers]
+
+    def encode(self, features: Tensor, positions: Tensor) -> ContextKV:
+        """features [N, n*H] -> ContextKV, in one go."""
+        return self.context_kv(self.context(features), positions)
+
+    # The block
+
+    def backbone(
+        self, anchor_ids: Tensor, anchor_positions: Tensor, context_kv: ContextKV, begin: Tensor, end: Tensor
+    ) -> Tensor:
+        """anchor_ids, anchor_positions [B]; context rows begin:end of each block, begin = its sequence's first row
+        (a sliding window is applied here) -> hidden [B,P,H] of the predicting slots, normed."""
+        slots = self.config.block_size
+        ids = torch.full((anchor_ids.shape[0], slots), self.config.mask_token_id, device=anchor_ids.device)
+        ids[:, 0] = anchor_ids
+        rotary = self.rope(anchor_positions[:, None] + torch.arange(slots, device=anchor_ids.device))
+        spans = Spans(begin, end, self.config.sliding_window)
+        with self._grad():
+            x = self._vocabulary.embed(ids, self.dtype)
+            for layer, context in zip(self.layers, context_kv, strict=True):
+                x = layer(x, rotary, context, spans)
+            return self.norm(x[:, slots - self.config.num_predictions :])
+
+    # Heads
+
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [...,H] -> the target's LM head at the draft columns [...,Vd] fp32."""
+        with self._grad():
+            head = self._vocabulary.head(self.draft_ids, hidden.dtype, hidden.device)
+            return linear(hidden, head, None, self.training, torch.float32)
+
+    def slot_bias(
+        self, state: Tensor | None, hidden: Tensor, prev_ids: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """One slot: state (None at the block's start), hidden [B,H], previous tokens [B] -> bias [B,Vd] fp32, new
+        state, Markov embedding [B,r]; all None at rank 0."""
+        if self.markov_head is None:
+            return None, None, None
+        with self._grad():
+            embedding = self.markov_head.markov_w1(prev_ids)
+            phi, state = self.markov_head.step(state, hidden, embedding)
+            return self.markov_head.markov_w2(phi), state, embedding
+
+    def confidence_logits(self, hidden: Tensor, markov_embedding: Tensor | None) -> Tensor:
+        """hidden [M,H], markov_embedding [M,r] -> raw logits [M] fp32."""
+        head = self.confidence_head
+        assert head is not None, "this draft model has no confidence head"
+        if self.config.stop_gradient or not self.training:  # the head may train while the rest is in eval mode
+            hidden = hidden.detach()
+            markov_embedding = None if markov_embedding is None else markov_embedding.detach()
+        with torch.set_grad_enabled(head.training and torch.is_grad_enabled()):
+            return head(hidden, markov_embedding)
+
+    # Whole blocks: with known tokens, or token by token
+
+    def draft_logits(self, hidden: Tensor, anchor_ids: Tensor, labels: Tensor) -> Tensor:
+        """hidden [B,P,H], the block's tokens [B,P] -> logits [B,P,Vd] fp32, each slot given the tokens before it."""
+        logits = self.base_logits(hidden)
+        if self.markov_head is None:
+            return logits
+        with self._grad():
+            embedding = self.markov_head.markov_w1(_previous(anchor_ids, labels))
+            return logits + self.markov_head.markov_w2(self.markov_head.block(hidden, embedding))
+
+    def draft_confidence(self, hidden: Tensor, anchor_ids: Tensor, labels: Tensor) -> Tensor | None:
+        """As draft_logits -> raw confidence logits [B,P] fp32; None without the head. No vocabulary-sized work."""
+        if self.confidence_head is None:
+            return None
+        embedding = self.markov_head.markov_w1(_previous(anchor_ids, labels)) if self.markov_head is not None else None
+        return self.confidence_logits(hidden, embedding)
+
+    def teacher_forced(
+        self,
+        anchor_ids: Tensor,
+        anchor_positions: Tensor,
+        labels: Tensor,
+        context_kv: ContextKV,
+        begin: Tensor,
+        end: Tensor,
+    ) -> DraftOutput:
+        """Logits of whole blocks given the true tokens: labels [B,P], the token at anchor + j + 1."""
+        hidden = self.backbone(anchor_ids, anchor_positions, context_kv, begin, end)
+        logits = self.draft_logits(hidden, anchor_ids, labels)
+        return DraftOutput(hidden, logits, self.draft_confidence(hidden, anchor_ids, labels))
+
+    @torch.no_grad()
+    def propose(
+        self,
+        anchor_ids: Tensor,
+        anchor_positions: Tensor,
+        context_kv: ContextKV,
+        begin: Tensor,
+        end: Tensor,
+        choose: Choose,
+        gamma: int | None = None,
+    ) -> Proposal:
+        """Draws the first gamma (default: all P) tokens of each block, left to right, with `choose`."""
+        gamma = self.config.num_predictions if gamma is None else gamma
+        assert not self.training, "propose: call eval() first"
+        assert 1 <= gamma <= self.config.num_predictions, f"propose: gamma {gamma}"
+        hidden = self.backbone(anchor_ids, anchor_positions, context_kv, begin, end)[:, :gamma]
+        base, previous, state = self.base_logits(hidden), anchor_ids, None
+        tokens, embeddings = [], []
+        for slot in range(gamma):
+            bias, state, embedding = self.slot_bias(state, hidden[:, slot], previous)
+            previous = choose(slot, base[:, slot].contiguous() if bias is None else base[:, slot] + bias)
+            tokens.append(previous)
+            embeddings.append(embedding)
+        confidence = None
+        if self.confidence_head is not None:
+            stacked = torch.stack(embeddings, dim=1) if self.markov_head is not None else None
+            confidence = self.confidence_logits(hidden, stacked)
+        return Proposal(torch.stack(tokens, dim=1), confidence)
+
+    def to_columns(self, ids: Tensor) -> Tensor:
+        """Vocabulary ids [...] -> logit columns [...], -1 where the draft vocabulary lacks the id."""
+        if self.draft_ids is None:
+            return ids
+        columns = torch.searchsorted(self.draft_ids, ids.contiguous()).clamp_(max=self.draft_ids.shape[0] - 1)
+        return torch.where(self.draft_ids[columns] == ids, columns, -1)
+
+    def vocab_ids(self, columns: Tensor) -> Tensor:
+        return columns if self.draft_ids is None else self.draft_ids[columns]
+
+    @property
+    def _vocabulary(self) -> BoundVocabulary:
+        assert self._bound is not None, "call bind(embed_weight, head_weight) before drafting"
+        return self._bound
+
+    def _grad(self) -> torch.set_grad_enabled:
+        """Inference ops have no autograd: outside training nothing is recorded."""
+        return torch.set_grad_enabled(self.training and torch.is_grad_enabled())
+
+
+def _previous(anchor_ids: Tensor, labels: Tensor) -> Tensor:
+    """The token before each prediction [B,P]: the anchor, then the labels shifted by one."""
+    return torch.cat([anchor_ids[:, None], labels[:, :-1]], dim=1)
+
+
+def _draft_ids(config: DrafterConfig, draft_ids: Tensor | None) -> Tensor | None:
+    if config.draft_vocab_size == 0:
+        assert draft_ids is None, "draft_ids need config.draft_vocab_size > 0"
+        return None
+    if draft_ids is None:  # to be filled from a state dict; -1 is refused on use
+        return torch.full((config.draft_vocab_size,), -1, dtype=torch.int64)
+    if draft_ids.shape != (config.draft_vocab_size,):
+        raise DsparkError(
+            f"draft vocabulary: expected {config.draft_vocab_size} ids (draft_vocab_size), but got "
+            f"{tuple(draft_ids.shape)}."
+        )
+    return draft_ids.detach().to(torch.int64).clone()

@@ -1,0 +1,78 @@
+"""The sequential head: a low-rank bias on a slot's logits from the token before it (a Markov correction).
+
+bias = W2 phi, with e = W1[previous token] over the full vocabulary and W2 over the draft vocabulary:
+    vanilla  phi = e
+    gated    phi = sigmoid(G [h; e]) * e
+    rnn      [gate, cand, out] = J [s; e; h];  phi = tanh(out), which uses the old state s (0 at the block's start);
+             then s <- sigmoid(gate) * s + (1 - sigmoid(gate)) * tanh(cand)
+Shapes: e, s, phi [M,r]; h [M,H]. Rank 0 means no head: ``markov_head`` gives None.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dspark.drafter.config import DrafterConfig
+from dspark.drafter.layers import Dense, Table, sigmoid, tanh
+
+
+class MarkovHead(nn.Module):
+    """The vanilla head, and what all share. A state is None where the head keeps none."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.rank = config.markov_rank
+        self.markov_w1 = Table(config.vocab_size, self.rank)
+        self.markov_w2 = Dense(self.rank, config.num_columns, out_fp32=True)
+
+    def step(self, state: Tensor | None, hidden: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor | None]:
+        """One slot: hidden [M,H], embedding [M,r] -> phi [M,r], new state. state None = the block's start."""
+        return embedding, None
+
+    def block(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+        """All slots at once, previous tokens known: hidden [B,P,H], embedding [B,P,r] -> phi [B,P,r]."""
+        phi, _ = self.step(None, hidden.flatten(0, 1), embedding.flatten(0, 1))
+        return phi.view(embedding.shape)
+
+
+class GatedMarkovHead(MarkovHead):
+    """The hidden state decides how much of the previous token's embedding counts."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        self.gate_proj = Dense(config.hidden_size + self.rank, self.rank, bias=True)
+
+    def step(self, state: Tensor | None, hidden: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor | None]:
+        gate = sigmoid(self.gate_proj(torch.cat([hidden, embedding], dim=-1)), self.training)
+        return gate * embedding, None
+
+
+class RecurrentMarkovHead(MarkovHead):
+    """A gated state carried from slot to slot, so a bias may depend on the whole block so far."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        self.joint_proj = Dense(2 * self.rank + config.hidden_size, 3 * self.rank, bias=True)
+
+    def step(self, state: Tensor | None, hidden: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor | None]:
+        state = torch.zeros_like(embedding) if state is None else state
+        joint = self.joint_proj(torch.cat([state, embedding, hidden], dim=-1))
+        gate, candidate, out = joint.chunk(3, dim=-1)
+        keep = sigmoid(gate, self.training)
+        new = keep * state + (1 - keep) * tanh(candidate, self.training)
+        return tanh(out, self.training), new
+
+    def block(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+        state, phis = None, []
+        for slot in range(hidden.shape[1]):
+            phi, state = self.step(state, hidden[:, slot], embedding[:, slot])
+            phis.append(phi)
+        return torch.stack(phis, dim=1)
+
+
+_HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RecurrentMarkovHead}
+
+
+def markov_head(config: DrafterConfig) -> MarkovHead | None:
+    return _HEADS[config.markov_head](config) if config.markov_rank else None

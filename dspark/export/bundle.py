@@ -1,0 +1,205 @@
+"""A draft model as a directory: whole or not there, every tensor hashed, read back without guessing.
+
+    config.json        DrafterConfig, field by field
+    model.safetensors  the state dict, draft vocabulary included; nothing of the target
+    manifest.json      format, sha256 per tensor and file, drafter hash, target fingerprint, the caller's meta
+    calibration.json   (written later) a confidence temperature per slot, the drafter hash they belong to, data hash
+The gate that holds the training module against the reloaded one is export/gate.py. Left out: formats of other engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dspark.contracts import DsparkError
+from dspark.drafter.config import DrafterConfig
+from dspark.drafter.model import Drafter
+from dspark.export.gate import check_parity
+from dspark.files import atomic_dir, atomic_write, canonical_json, read_json, sha256_file, sha256_json, tensor_hash
+
+__all__ = [
+    "Bundle", "check_gamma", "check_parity", "check_target", "drafter_hash", "load_bundle", "save_bundle",
+    "write_calibration",
+]  # fmt: skip
+
+FORMAT = "dspark-drafter/1"
+CONFIG, WEIGHTS, MANIFEST, CALIBRATION = "config.json", "model.safetensors", "manifest.json", "calibration.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A loaded draft model, in eval mode, not yet bound to a target. calibration: calibration.json's content, already
+    applied to the confidence head. hash: of config and tensors (``drafter_hash``)."""
+
+    path: Path
+    config: DrafterConfig
+    drafter: Drafter
+    calibration: dict[str, Any] | None
+    meta: dict[str, Any]
+    hash: str
+
+
+def drafter_hash(drafter: Drafter) -> str:
+    """sha256 hex over the config and every tensor. A calibration does not change it."""
+    return _hash(drafter.config, _tensor_hashes(drafter.state_dict()))
+
+
+def save_bundle(directory: str | Path, drafter: Drafter, meta: dict[str, Any] | None = None) -> str:
+    """Writes `drafter` to `directory`, replacing what is there, and returns its hash. meta: JSON-ready, kept as it is.
+
+    A calibration that was there is gone: it belonged to other weights. Raises DsparkError when the place cannot be
+    written or a weight is not finite.
+    """
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise DsparkError(
+                f"export: expected finite weights, but {name} holds NaN or infinity. Did training diverge?"
+            )
+    hashes = _tensor_hashes(state)
+    identity = _hash(drafter.config, hashes)
+    with atomic_dir(directory) as temporary:
+        (temporary / CONFIG).write_text(canonical_json(drafter.config.to_dict()) + "\n", encoding="utf-8")
+        save_file(state, temporary / WEIGHTS)
+        manifest = {
+            "format": FORMAT,
+            "drafter_hash": identity,
+            "target_fingerprint": drafter.config.target_fingerprint,
+            "tensors": hashes,
+            "files": {name: sha256_file(temporary / name) for name in (CONFIG, WEIGHTS)},
+            "meta": meta or {},
+        }
+        (temporary / MANIFEST).write_text(canonical_json(manifest) + "\n", encoding="utf-8")
+    return identity
+
+
+def load_bundle(directory: str | Path) -> Bundle:
+    """Reads a bundle back, in the dtype it was saved in.
+
+    Raises DsparkError, naming it, for an absent or foreign directory, a tensor that is missing, unexpected, of another
+    shape or changed since it was written, and a calibration that belongs to other weights.
+    """
+    directory = Path(directory)
+    drafter, manifest = _load(directory)
+    identity = manifest["drafter_hash"]
+    calibration = _read_calibration(directory, drafter, identity)
+    return Bundle(directory, drafter.config, drafter.eval(), calibration, manifest["meta"], identity)
+
+
+def write_calibration(directory: str | Path, temperatures: list[float], data_hash: str, **extra: Any) -> None:
+    """Writes calibration.json beside the weights it was fitted for. temperatures: one per slot. extra: JSON-ready."""
+    directory = Path(directory)
+    drafter, manifest = _load(directory)
+    if drafter.confidence_head is None:
+        raise DsparkError(f"{directory}: expected a draft model with a confidence head to calibrate, but it has none.")
+    drafter.confidence_head.set_temperatures(temperatures)
+    content = {
+        **extra,
+        "drafter_hash": manifest["drafter_hash"],
+        "temperatures": list(drafter.confidence_head.temperatures),
+        "data_hash": data_hash,
+    }
+    atomic_write(directory / CALIBRATION, canonical_json(content) + "\n")
+
+
+def check_target(bundle: Bundle, target: Any) -> None:
+    """Raises DsparkError unless `target` is the one the draft model was trained for, by fingerprint."""
+    wanted = bundle.config.target_fingerprint
+    if wanted and wanted != target.fingerprint:
+        raise DsparkError(
+            f"{bundle.path}: expected the target it was trained for (fingerprint {wanted[:12]}), but got {target.name} "
+            f"({target.fingerprint[:12]}). Give that target in the same dtype, or train a draft model for this one."
+        )
+
+
+def check_gamma(bundle: Bundle, gamma: int) -> None:
+    """Raises DsparkError unless 1 <= gamma <= the tokens a trained block proposes."""
+    most = bundle.config.num_predictions
+    if not 1 <= gamma <= most:
+        raise DsparkError(
+            f"{bundle.path}: expected gamma from 1 to {most} (the block it was trained with), but got {gamma}. "
+            "Lower gamma, or train a draft model with a larger block."
+        )
+
+
+def _load(directory: Path) -> tuple[Drafter, dict[str, Any]]:
+    """The checked draft model and its manifest."""
+    manifest = _read_manifest(directory)
+    config = DrafterConfig.from_dict(read_json(directory / CONFIG, "drafter config"), str(directory / CONFIG))
+    if _hash(config, manifest["tensors"]) != manifest["drafter_hash"]:
+        raise DsparkError(f"{directory}: expected the config it was exported with, but {CONFIG} has been changed.")
+    state = _read_weights(directory / WEIGHTS)
+    drafter = Drafter(config)
+    _check_tensors(directory / WEIGHTS, drafter.state_dict(), state, manifest["tensors"])
+    drafter.to(state["fc.weight"].dtype).load_state_dict(state, strict=True)
+    return drafter, manifest
+
+
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    if not (directory / MANIFEST).is_file():
+        raise DsparkError(
+            f"{directory}: expected a draft model ({MANIFEST}, {CONFIG}, {WEIGHTS}), but found none. "
+            "Train and export one first, or check the path."
+        )
+    manifest = read_json(directory / MANIFEST, "draft model manifest")
+    keys = ("drafter_hash", "tensors", "meta")
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or any(k not in manifest for k in keys):
+        raise DsparkError(f"{directory / MANIFEST}: expected format {FORMAT}. This is no draft model of ours.")
+    return manifest
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise DsparkError(
+            f"{path}: expected a readable safetensors file, but got: {error}. Export it again."
+        ) from error
+
+
+def _check_tensors(where: Path, wanted: dict[str, Tensor], got: dict[str, Tensor], hashes: dict[str, str]) -> None:
+    missing, unexpected = sorted(wanted.keys() - got.keys()), sorted(got.keys() - wanted.keys())
+    if missing or unexpected:
+        raise DsparkError(
+            f"{where}: expected exactly the draft model's tensors, but missing: {', '.join(missing) or 'none'};"
+            f" unexpected: {', '.join(unexpected) or 'none'}. Export it again."
+        )
+    for name, tensor in got.items():
+        if tensor.shape != wanted[name].shape:
+            raise DsparkError(
+                f"{where}: expected {name} of shape {list(wanted[name].shape)}, but got {list(tensor.shape)}."
+            )
+        if tensor_hash(tensor) != hashes.get(name):
+            raise DsparkError(f"{where}: expected {name} as exported, but its bytes differ. Export it again.")
+
+
+def _read_calibration(directory: Path, drafter: Drafter, identity: str) -> dict[str, Any] | None:
+    path = directory / CALIBRATION
+    if not path.exists():
+        return None
+    calibration = read_json(path, "calibration")
+    found = calibration.get("drafter_hash") if isinstance(calibration, dict) else None
+    if found != identity:
+        raise DsparkError(
+            f"{path}: expected a calibration of these weights ({identity[:12]}), but got one of {str(found)[:12]}. "
+            "Calibrate again, or remove the file."
+        )
+    if drafter.confidence_head is None:
+        raise DsparkError(f"{path}: expected no calibration for a draft model without a confidence head. Remove it.")
+    drafter.confidence_head.set_temperatures(calibration["temperatures"])
+    return calibration
+
+
+def _tensor_hashes(state: dict[str, Tensor]) -> dict[str, str]:
+    return {name: tensor_hash(tensor) for name, tensor in state.items()}
+
+
+def _hash(config: DrafterConfig, tensors: dict[str, str]) -> str:
+    return sha256_json({"config": config.to_dict(), "tensors": tensors})

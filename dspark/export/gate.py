@@ -1,0 +1,70 @@
+"""The export gate: what training measured is what the draft loop will propose, bit for bit.
+
+The training module's whole-block pass (teacher forced) on given blocks is held against the reloaded draft model's
+slot-by-slot loop on the same tokens, both in the arithmetic of inference and the reloaded one's dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+from dspark.contracts import DsparkError
+from dspark.drafter.blocks import Blocks
+from dspark.drafter.model import Drafter
+
+
+@torch.no_grad()
+def check_parity(
+    module_drafter: Drafter, reloaded: Drafter, blocks: Blocks, features: Tensor, positions: Tensor
+) -> int:
+    """Returns how many logits were compared (> 0). Both draft models are bound to their target.
+
+    blocks: B >= 1 blocks over the packed context whose features [N, n*H] and positions [N] follow. Raises DsparkError
+    with the largest difference and where it is. `module_drafter` is not changed (a copy is cast and compared).
+    """
+    if not blocks.anchor_ids.numel():
+        raise DsparkError("export gate: expected at least one block to compare, but got none.")
+    trained = copy.deepcopy(module_drafter).to(reloaded.dtype).eval()
+    reloaded = reloaded.eval()
+    expected = trained.teacher_forced(*blocks.inputs(trained.encode(features, positions)))
+    logits, confidence = _replay(reloaded, blocks, features, positions)
+    _compare("logits", expected.logits, logits)
+    if (expected.confidence_logits is None) != (confidence is None):
+        raise DsparkError("export gate: expected a confidence head in both draft models or in none.")
+    if confidence is not None:
+        _compare("confidence logits", expected.confidence_logits, confidence)
+    return logits.numel()
+
+
+def _replay(drafter: Drafter, blocks: Blocks, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The draft loop made to choose the blocks' labels: logits [B,P,Vd] as seen slot by slot, confidence logits."""
+    seen: list[Tensor] = []
+
+    def choose(slot: int, logits: Tensor) -> Tensor:
+        seen.append(logits)
+        return blocks.labels[:, slot]
+
+    context = drafter.encode(features, positions)
+    proposal = drafter.propose(blocks.anchor_ids, blocks.anchor_positions, context, blocks.begin, blocks.end, choose)
+    return torch.stack(seen, dim=1), proposal.confidence_logits
+
+
+def _compare(what: str, expected: Tensor, got: Tensor) -> None:
+    if expected.shape != got.shape:
+        raise DsparkError(
+            f"export gate: expected {what} of shape {list(expected.shape)}, but the reloaded draft model gives "
+            f"{list(got.shape)}."
+        )
+    if torch.equal(expected, got):
+        return
+    difference = (expected.double() - got.double()).abs().nan_to_num(nan=float("inf"))
+    where = torch.unravel_index(difference.argmax(), difference.shape)
+    place = ", ".join(f"{n} {int(i)}" for n, i in zip(("block", "slot", "column"), where, strict=False))
+    raise DsparkError(
+        f"export gate: expected the reloaded draft loop to give the training module's {what} bit for bit, but they "
+        f"differ by up to {float(difference.max()):.3g} (at {place}). Nothing that fails here can be trusted to draft: "
+        "export again from the checkpoint that was trained."
+    )

@@ -1,0 +1,233 @@
+"""`fit`, `validate`, `test` and `predict`: LightningCLI over a recipe, without its surprises.
+
+    dspark fit RECIPE.yaml [--section.key=value ...]
+
+The recipe is the whole configuration and the arguments after it override it, left to right. A key is given once and
+known, or the run does not start. Checkpoints are loaded with weights_only. Curves go to tb_logs/<recipe's name>, and a
+run resumed from a checkpoint in there goes on in its own folder. Left out on purpose: optimizers in the recipe's top
+level (modules own theirs), a checkpoint's hyperparameters taking precedence over the recipe's, and random seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from dspark.contracts import DsparkError
+from dspark.recipe import SUFFIXES, read_recipe
+from dspark.recipe_errors import explain
+from dspark.recipe_help import recipe_page, verb_page
+
+LOG_DIR = "tb_logs"
+SEED = 0
+CKPT_WORDS = ("best", "last", "hpc", "registry")
+RUN_FOLDER = re.compile(r"(?P<root>.+)/version_(?P<version>\d+)/checkpoints/[^/]+$")
+QUIET = (
+    r".*does not have many workers.*",
+    r".*smaller than the logging interval.*",
+    r".*isinstance\(treespec, LeafSpec\).*",
+    r"Checkpoint directory .* exists and is not empty.*",
+    r".*litlogger.*|.*litmodels.*",
+    r".*GPU available but not used.*",
+    r".*`training_step` returned `None`.*",
+)
+
+
+def run(verb: str, argv: list[str], program: str, debug: bool = False) -> int:
+    """Run one of the four verbs on ``argv`` (recipe first, overrides after); 0 when it is done.
+
+    Raises DsparkError on a mistake in the recipe, the overrides or the checkpoint; KeyboardInterrupt (with advice on
+    how to go on) when the user stopped it.
+    """
+    arguments = name_the_config(verb, argv, program)
+    recipes = recipe_paths(arguments)
+    if {"-h", "--help"} & set(arguments):
+        print(recipe_page(program, verb, recipes[0]) if recipes else verb_page(program, verb))
+        return 0
+    if not recipes:
+        raise DsparkError(f"{program} {verb}: expected a recipe. Try `{program} {verb} recipes/drafter.yaml`.")
+    sources = [(path, read_recipe(path)) for path in recipes]
+    if not debug:
+        quieten()
+    cli_class = type("RecipeCLI", (RecipeCLI,), {"verb": verb, "sources": sources, "arguments": arguments})
+    try:
+        cli_class()
+    except SystemExit as done:  # after --print_config
+        return int(done.code or 0)
+    except MisconfigurationException as error:
+        raise DsparkError(f"{recipes[-1]}: {' '.join(str(error).split())}") from error
+    except ValueError as error:  # the parser wraps what a class raises while it is built
+        raise user_error(error) or error from error
+    return 0
+
+
+def user_error(error: BaseException) -> DsparkError | None:
+    """The DsparkError behind an exception, if one caused it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, DsparkError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
+
+
+def name_the_config(verb: str, argv: Sequence[str], program: str) -> list[str]:
+    """``[RECIPE.yaml, ...]`` becomes ``[--config, RECIPE.yaml, ...]``; a bare word that is no YAML file is an error."""
+    if not argv or argv[0].startswith("-"):
+        return list(argv)
+    if not argv[0].endswith(SUFFIXES):
+        raise DsparkError(
+            f"{program} {verb}: expected RECIPE.yaml first, but got {argv[0]!r}. Overrides start with --."
+        )
+    return ["--config", *argv]
+
+
+def recipe_paths(arguments: Sequence[str]) -> list[str]:
+    """The files behind every --config (-c) in ``arguments``, in order."""
+    paths = [after for flag, after in pairwise(arguments) if flag in ("--config", "-c")]
+    return paths + [argument.partition("=")[2] for argument in arguments if argument.startswith("--config=")]
+
+
+def quieten() -> None:
+    """Keep the libraries' tips, device lines and known warnings out of a normal run."""
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in QUIET:
+        warnings.filterwarnings("ignore", message=message)
+
+
+class RecipeCLI(LightningCLI):
+    """LightningCLI for one verb. Class attributes (set by ``run``): the verb, the recipes read, the arguments."""
+
+    verb: str = "fit"
+    sources: Sequence[tuple[str, dict[str, Any]]] = ()
+    arguments: Sequence[str] = ()
+
+    def __init__(self) -> None:
+        super().__init__(
+            args=[self.verb, *self.arguments],
+            seed_everything_default=SEED,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={"logger": self._default_logger(), "enable_model_summary": False},
+            parser_kwargs={"exit_on_error": False, self.verb: {"exit_on_error": False}},
+            auto_configure_optimizers=False,
+        )
+
+    @classmethod
+    def subcommands(cls) -> dict[str, set[str]]:  # ours alone: the other three cost a second
+        return {cls.verb: LightningCLI.subcommands()[cls.verb]}
+
+    def _default_logger(self) -> dict[str, Any]:
+        name = Path(self.sources[-1][0]).stem if self.sources else self.verb
+        return {
+            "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+            "init_args": {"save_dir": LOG_DIR, "name": name, "default_hp_metric": False},
+        }
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if "weights_only" in self._subcommand_method_arguments[subcommand]:
+            parser.set_defaults({"weights_only": True})
+        return parser
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        try:
+            self.config = parser.parse_args(args)
+        except (argparse.ArgumentError, TypeError, ValueError) as error:
+            known = [action.dest for action in self._subcommand_parsers[self.verb]._actions]
+            raise DsparkError(explain(str(error), list(self.sources), list(self.arguments), known)) from error
+
+    def _parse_ckpt_path(self) -> None:
+        # LightningCLI lets the checkpoint's hyperparameters override the recipe; here the recipe is the law.
+        path = self.config[self.verb].get("ckpt_path")
+        if not path or path in CKPT_WORDS:
+            return
+        checkpoint = load_checkpoint(path)
+        self._check_checkpoint(path, checkpoint)
+        if self.verb == "fit":
+            self._go_on_in_the_same_folder(path, int(checkpoint.get("global_step", 0)))
+
+    def _check_checkpoint(self, path: str, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint.get("hyper_parameters", {}).get("_class_path")
+        given = (self.config[self.verb].get("model") or {}).get("class_path")
+        if saved and given and saved != given:
+            raise DsparkError(
+                f"{path}: expected a checkpoint of {given} (the recipe's model), but it holds a {saved}. "
+                "Give the recipe it was trained with, or another checkpoint."
+            )
+
+    def _go_on_in_the_same_folder(self, path: str, step: int) -> None:
+        logger = self.config[self.verb].trainer.get("logger")
+        match = RUN_FOLDER.match(Path(path).as_posix())
+        if not match or not hasattr(logger, "get") or "TensorBoardLogger" not in str(logger.get("class_path")):
+            return
+        args = logger.init_args
+        folder = Path(args.save_dir) / (args.name or "")
+        if args.version is None and folder.resolve() == Path(match["root"]).resolve():
+            args.version = int(match["version"])
+            logger["dict_kwargs"] = {"purge_step": step + 1}  # drops the points after the checkpoint
+
+    def before_instantiate_classes(self) -> None:
+        trainer = self.config[self.verb].trainer
+        bars = [c for c in trainer.get("callbacks") or [] if "ProgressBar" in str(c.get("class_path"))]
+        if trainer.get("enable_progress_bar") is not False and not bars:
+            self.trainer_defaults["callbacks"] = [TQDMProgressBar(refresh_rate=1 if sys.stderr.isatty() else 20)]
+
+    def after_instantiate_classes(self) -> None:
+        # Before anything of this run is written: the trainer itself would find out after it saved the configuration.
+        path = self.config[self.verb].get("ckpt_path")
+        if not path or path in CKPT_WORDS:
+            return
+        saved = load_checkpoint(path).get("state_dict", {})
+        for name, tensor in self.model.state_dict().items():
+            if name in saved and saved[name].shape != tensor.shape:
+                raise DsparkError(
+                    f"{path}: expected {name} of shape {list(tensor.shape)} (the recipe's model), but it is "
+                    f"{list(saved[name].shape)} in the checkpoint. Use the recipe it was trained with."
+                )
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except SystemExit as left:
+            # The trainer turns an interrupt into exit code 1; the caller wants to know that it was one.
+            if self.trainer.state.status == TrainerStatus.INTERRUPTED:
+                raise KeyboardInterrupt(self._advice()) from left
+            raise
+        except RuntimeError as error:
+            if "loading state_dict" not in str(error):
+                raise
+            raise DsparkError(self._misfit(str(error))) from error
+
+    def _advice(self) -> str:
+        callback = self.trainer.checkpoint_callback
+        path = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
+        return f"to resume, run the same command with --ckpt_path {path}" if path and self.verb == "fit" else ""
+
+    def _misfit(self, text: str) -> str:
+        path = self.config[self.verb].get("ckpt_path")
+        details = "; ".join(line.strip().rstrip(".:") for line in text.splitlines()[1:4])
+        return f"{path}: expected the weights of the recipe's model, but {details}. Use the recipe it was trained with."
+
+
+def load_checkpoint(path: str) -> dict[str, Any]:
+    """A checkpoint of plain tensors and values. Raises DsparkError when there is none, or it holds more than that."""
+    if not Path(path).is_file():
+        raise DsparkError(f"{path}: expected a checkpoint (--ckpt_path), but there is no such file.")
+    try:
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DsparkError(f"{path}: expected a checkpoint of weights and plain values, but: {reason}") from error
+    return checkpoint

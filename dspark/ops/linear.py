@@ -1,0 +1,94 @@
+"""Invariant matrix product: a row's bits do not depend on the other rows, their number, or the thread count.
+
+The weight is packed on first use; the packed copy is kept beside the tensor *object* (not in its ``__dict__``, which
+would travel into checkpoints) and made anew when the tensor was written in place. Writes through ``weight.data``
+or numpy are invisible to torch's version counter: call ``forget(weight)`` after them. Keep the same tensor object
+between calls; a fresh view packs again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark.ops.native import DTYPE_CODE, check, dtype_code, lib, out_of_memory, require, threads
+
+
+@dataclass(slots=True)
+class _Packed:
+    owner: weakref.ref[Tensor]
+    version: int
+    pointer: int
+    data: Tensor  # uint8, owns the memory
+    address: int
+
+
+_packed: dict[int, _Packed] = {}
+
+
+def _version(weight: Tensor) -> int:
+    return -1 if weight.is_inference() else weight._version
+
+
+def _pack(weight: Tensor) -> _Packed:
+    code = dtype_code("linear", weight)
+    check("linear", weight.detach())
+    require(weight.dim() == 2, "linear", "a weight [O, I]", tuple(weight.shape))
+    o, i = weight.shape
+    data = torch.empty(lib().dspark_packed_bytes(o, i, code) + 64, dtype=torch.uint8)
+    address = (data.data_ptr() + 63) // 64 * 64
+    lib().dspark_pack_weight(address, weight.data_ptr(), o, i, code, threads())
+    key = id(weight)
+    owner = weakref.ref(weight, lambda _: _packed.pop(key, None))
+    entry = _Packed(owner, _version(weight), weight.data_ptr(), data, address)
+    _packed[key] = entry
+    return entry
+
+
+def packed_address(weight: Tensor) -> int:
+    """Address of the weight's packed copy, packing it when needed."""
+    entry = _packed.get(id(weight))
+    if (
+        entry is None
+        or entry.owner() is not weight
+        or entry.pointer != weight.data_ptr()
+        or entry.version != _version(weight)
+    ):
+        entry = _pack(weight)
+    return entry.address
+
+
+def forget(weight: Tensor) -> None:
+    """Drops the packed copy of this weight, if any."""
+    _packed.pop(id(weight), None)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x[N, I] @ weight[O, I].T (+ bias[O]) -> [N, O].
+
+    fp32 or bf16 (all of one dtype); every output is one chain of fp32 FMAs in k order, then the bias, then one
+    rounding to ``out_dtype`` (default x's dtype; torch.float32 keeps bf16 products unrounded, for an LM head).
+    Raises DsparkError on other dtypes, shapes or layouts, and when gradients would be needed.
+    """
+    code = dtype_code("linear", x)
+    n, i = x.shape
+    o = weight.shape[0]
+    if weight.shape[1] != i or weight.dtype != x.dtype:
+        require(False, "linear", f"a weight [O, {i}] of {x.dtype}", f"{tuple(weight.shape)} of {weight.dtype}")
+    if bias is None:
+        check("linear", x, weight)
+        bias_address = None
+    else:
+        check("linear", x, weight, bias)
+        require(bias.shape == (o,) and bias.dtype == x.dtype, "linear", f"a bias [{o}] of {x.dtype}", bias.shape)
+        bias_address = bias.data_ptr()
+    out = torch.empty((n, o), dtype=out_dtype or x.dtype)
+    failed = lib().dspark_linear(
+        out.data_ptr(), x.data_ptr(), packed_address(weight), bias_address, n, i, o, code, DTYPE_CODE[out.dtype], threads()
+    )  # fmt: skip
+    if failed:
+        out_of_memory("linear")
+    return out

@@ -1,0 +1,109 @@
+"""The pages of `fit`, `validate`, `test` and `predict`: how a recipe is run and overridden, and what it lets one set.
+
+Lightning's own page lists every option of its Trainer over many screens; here a page holds what a person changes, and
+names the way to the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+from docstring_parser import parse as parse_docstring
+
+from dspark.help_text import fill, table
+from dspark.recipe import first_comment, read_recipe
+
+WHAT = {
+    "fit": "Train what a recipe describes; checkpoints hold the draft model only, never the target.",
+    "validate": "Compute a recipe's losses and metrics on its validation data.",
+    "test": "Make a recipe's report on its test data.",
+    "predict": "Run a recipe's model over its data and return its predictions.",
+}
+COMMON = [
+    ("--trainer.max_steps N", "stop after N steps"),
+    ("--trainer.max_time HH:MM:SS", "stop after that long (written DD:HH:MM:SS)"),
+    ("--trainer.limit_val_batches N", "look at no more than N validation batches"),
+    ("--trainer.accelerator cpu", "where to run: cpu, gpu or auto"),
+    ("--seed_everything N", "another seed (default 0)"),
+    ("--ckpt_path FILE", "go on from this checkpoint, or use its weights"),
+    ("--config MORE.yaml", "a second file on top of the recipe; may be repeated"),
+    ("--print_config", "print the whole configuration as it would run, and stop"),
+    ("--debug", "tracebacks, and the libraries' own messages"),
+]
+CLOSING = """
+Overrides are dotted paths into the recipe, applied left to right: --section.key=value. A key that is unknown, or that
+a file gives twice, stops the run before it starts. Curves and checkpoints go to tb_logs/.
+"""
+
+
+def verb_page(program: str, verb: str) -> str:
+    """The page of a verb, with the recipes of ./recipes and the comment each opens with."""
+    parts = [
+        f"usage: {program} {verb} RECIPE.yaml [--section.key=value ...]",
+        fill(WHAT[verb]),
+        "often overridden:\n" + table(COMMON),
+    ]
+    recipes = sorted(Path("recipes").glob("*.yaml")) if Path("recipes").is_dir() else []
+    if recipes:
+        parts.append("recipes here:\n" + table([(str(path), first_comment(path)) for path in recipes]))
+    more = f"`{program} {verb} RECIPE.yaml --help` lists what that recipe's model and data take."
+    return "\n\n".join([*parts, fill(CLOSING), fill(more)])
+
+
+def recipe_page(program: str, verb: str, path: str) -> str:
+    """The page of one recipe: its model's and its data's arguments with their defaults or the recipe's values.
+
+    Raises DsparkError when the recipe cannot be read.
+    """
+    content = read_recipe(path)
+    parts = [f"usage: {program} {verb} {path} [--section.key=value ...]"]
+    if comment := first_comment(Path(path)):
+        parts.append(fill(comment + "."))
+    for section in ("model", "data"):
+        given = content.get(section)
+        if isinstance(given, dict) and "class_path" in given:
+            parts.append(_section(section, given))
+    trainer = content.get("trainer")
+    if isinstance(trainer, dict):
+        plain = {key: value for key, value in trainer.items() if not isinstance(value, dict | list)}
+        rows = [(f"--trainer.{key}", _value(value)) for key, value in plain.items()]
+        parts.append("trainer, as the recipe sets it:\n" + table(rows))
+    parts.append(fill(f"`{program} {verb} --help` lists what else is often overridden."))
+    return "\n\n".join(parts)
+
+
+def _section(section: str, given: dict[str, Any]) -> str:
+    class_path = str(given["class_path"])
+    head = f"{section}: {class_path}"
+    module, _, name = class_path.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        return f"{head}\n  (cannot be imported)"
+    rows = _rows(section, cls, given.get("init_args") or {})
+    return f"{head}\n{table(rows)}" if rows else head
+
+
+def _rows(section: str, cls: type, given: dict[str, Any]) -> list[tuple[str, str]]:
+    texts = {p.arg_name: p.description for p in parse_docstring(cls.__doc__ or "").params}
+    rows = []
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            continue
+        if name in given:
+            value = f"recipe: {_value(given[name])}"
+        elif parameter.default is inspect.Parameter.empty:
+            value = "required"
+        else:
+            value = f"default: {_value(parameter.default)}"
+        words = " ".join((texts.get(name) or "").split())
+        rows.append((f"--{section}.{name}", f"{words} ({value})".strip()))
+    return rows
+
+
+def _value(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,175 @@
+"""Collecting: prompts in, a rollout directory out.
+
+Every sequence has its own seed, derived from the run's seed, the prompt's id and the sample's index, so neither the
+order nor the company it is generated in shows in it. All sequences that are not on disk yet go to the runner in one
+call; it batches them as it likes, and each is stored the moment it finishes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dspark.contracts import Completion, DsparkError, Request, SamplingParams
+from dspark.files import sha256_json
+from dspark.noise import RNG_SCHEME, derive_seed
+from dspark.rollouts.config import RolloutConfig
+from dspark.rollouts.rewards import RewardInput, Scorer, load_reward
+from dspark.rollouts.store import TrajectoryWriter
+from dspark.rollouts.trajectory import Trajectory, completion_fields, sampling_json
+
+if TYPE_CHECKING:
+    from dspark.corpus.prompts import Prompt
+
+__all__ = ["Generator", "RolloutConfig", "collect"]
+
+OnProgress = Callable[[int, int, int], None]
+Decode = Callable[[Sequence[int]], str]
+Item = tuple["Prompt", int]  # a prompt and a sample's index
+
+
+class Generator(Protocol):
+    """What collecting needs of the runner."""
+
+    def generate(
+        self, requests: list[Request], on_finish: Callable[[int, Completion], None] | None = None
+    ) -> list[Completion]: ...
+
+
+def collect(
+    prompts: Sequence[Prompt],
+    engine: Generator,
+    config: RolloutConfig,
+    out_dir: str,
+    manifest_base: dict[str, Any],
+    on_progress: OnProgress | None = None,
+    *,
+    eos_ids: tuple[int, ...] = (),
+    decode: Decode | None = None,
+) -> dict[str, Any]:
+    """Generates `config.samples_per_prompt` trajectories per prompt into `out_dir`, continuing what is there.
+
+    prompts: config.split already chosen; config.limit is applied here, and a prompt that occurs twice is used once.
+    manifest_base: manifest.run_facts of this engine. on_progress(done, total, tokens) counts what is on disk, earlier
+    runs included. eos_ids: stop tokens when config.stop_ids is None. decode: token ids to text, for the reward.
+    Returns counts and the speed of this call. Raises DsparkError when no prompt is left, the folder holds another
+    run, or the runner returns a record that breaks its rules.
+    """
+    if manifest_base.get("verifier") != config.verifier:
+        raise DsparkError(
+            f"rollout: expected a runner with the config's verifier {config.verifier}, but got "
+            f"{manifest_base.get('verifier')!r}. Make the engine with the same one."
+        )
+    chosen, duplicates = _choose(prompts, config.limit)
+    items = [(prompt, sample) for prompt in chosen for sample in range(config.samples_per_prompt)]
+    params = config.params(eos_ids)
+    scorer = Scorer(load_reward(config.reward))
+    run = {
+        **manifest_base,
+        "prompts": _prompts_hash(chosen),
+        "config": config.as_dict(),
+        "sampling": sampling_json(params),
+    }
+    order = [_trajectory_id(item) for item in items]
+    started = time.perf_counter()
+    with TrajectoryWriter(out_dir, run, order, config.shard_size) as writer:
+        resumed, resumed_tokens = writer.done, writer.tokens
+        _generate(items, engine, params, config.run_seed, writer, scorer, decode, on_progress)
+        manifest = writer.finish()
+        new_tokens = writer.tokens - resumed_tokens
+    seconds = time.perf_counter() - started
+    counts = manifest["counts"]
+    return {
+        **counts,
+        "prompts": len(chosen),
+        "duplicate_prompts": duplicates,
+        "resumed": resumed,
+        "new_tokens": new_tokens,
+        "seconds": seconds,
+        "tokens_per_second": new_tokens / seconds,
+        "reward_failures": counts["rewards_missing"] if config.reward else 0,
+        "reward_errors": scorer.errors or [],
+        "out": str(out_dir),
+    }
+
+
+def _generate(
+    items: list[Item],
+    engine: Generator,
+    params: SamplingParams,
+    run_seed: int,
+    writer: TrajectoryWriter,
+    scorer: Scorer,
+    decode: Decode | None,
+    on_progress: OnProgress | None,
+) -> None:
+    left = [items[place] for place in writer.missing()]
+    requests = [
+        Request(prompt.prompt_ids, params.with_seed(derive_seed(run_seed, prompt.prompt_id, sample)))
+        for prompt, sample in left
+    ]
+
+    def keep(index: int, completion: Completion) -> None:
+        item, request = left[index], requests[index]
+        if writer.has(_trajectory_id(item)):
+            return
+        writer.add(_trajectory(item, request, completion, scorer, decode), completion.rounds)
+        if on_progress:
+            on_progress(writer.done, len(items), writer.tokens)
+
+    if on_progress:
+        on_progress(writer.done, len(items), writer.tokens)
+    if requests:
+        for index, completion in enumerate(engine.generate(requests, keep)):
+            keep(index, completion)  # for a runner that announced none of them
+
+
+def _trajectory(
+    item: Item, request: Request, completion: Completion, scorer: Scorer, decode: Decode | None
+) -> Trajectory:
+    prompt, _ = item
+    sample = RewardInput(
+        prompt_id=prompt.prompt_id,
+        domain=prompt.domain,
+        messages=tuple(prompt.messages),
+        prompt_ids=request.prompt_ids,
+        response_ids=tuple(completion.token_ids),
+        text=decode(completion.token_ids) if decode and scorer.function else "",
+        finish_reason=completion.finish_reason,
+    )
+    return Trajectory(
+        trajectory_id=_trajectory_id(item),
+        group_id=prompt.prompt_id,
+        prompt_id=prompt.prompt_id,
+        domain=prompt.domain,
+        prompt_ids=request.prompt_ids,
+        **completion_fields(completion),
+        reward=scorer(sample, _trajectory_id(item)),
+        seq_seed=request.params.seq_seed,
+        rng_scheme=RNG_SCHEME,
+        sampling=sampling_json(request.params),
+    )
+
+
+def _choose(prompts: Sequence[Prompt], limit: int) -> tuple[list[Prompt], int]:
+    """The first `limit` distinct prompts, and how many repeats were passed over on the way."""
+    chosen: dict[str, Prompt] = {}
+    duplicates = 0
+    for prompt in prompts:
+        if limit and len(chosen) == limit:
+            break
+        duplicates += prompt.prompt_id in chosen
+        chosen.setdefault(prompt.prompt_id, prompt)
+    if not chosen:
+        raise DsparkError("rollout: expected at least one prompt, but got none. Check prompts, split and limit.")
+    return list(chosen.values()), duplicates
+
+
+def _trajectory_id(item: Item) -> str:
+    prompt, sample = item
+    return f"{prompt.prompt_id}-{sample}"
+
+
+def _prompts_hash(prompts: Sequence[Prompt]) -> str:
+    return sha256_json([[p.prompt_id, p.domain, list(p.prompt_ids)] for p in prompts])

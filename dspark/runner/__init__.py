@@ -1,0 +1,5 @@
+"""The deterministic runner: draft, schedule, verify, commit, over a continuous batch of requests."""
+
+from dspark.runner.engine import Engine, EngineOptions
+
+__all__ = ["Engine", "EngineOptions"]

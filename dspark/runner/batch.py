@@ -1,0 +1,72 @@
+"""One target pass as flat rows: which token sits where, and which rows are asked for logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark.contracts import MTPPredictInfo
+from dspark.runner.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBatch:
+    """Rows of the decoding sequences first (anchor, then its verified drafts), then those of the prompt chunks.
+
+    ids, positions, rows (arena row each token's keys and values go to), begin (first arena row it sees): [N] int64.
+    logit_rows: rows whose logits are needed, in the order decoding sequences, then completed prompts.
+    """
+
+    decoding: list[Sequence]
+    lengths: list[int]
+    chunks: list[tuple[Sequence, int]]
+    ids: Tensor
+    positions: Tensor
+    rows: Tensor
+    begin: Tensor
+    logit_rows: Tensor
+
+    @staticmethod
+    def build(
+        decoding: list[Sequence],
+        predictions: list[MTPPredictInfo],
+        lengths: list[int],
+        chunks: list[tuple[Sequence, int]],
+    ) -> FlatBatch:
+        """lengths[r] of predictions[r]'s tokens are verified; chunks are (sequence, prompt tokens to process now)."""
+        ids: list[int] = []
+        positions: list[int] = []
+        base: list[int] = []
+        for sequence, prediction, length in zip(decoding, predictions, lengths, strict=True):
+            ids += [sequence.tokens[-1], *prediction.token_ids[:length]]
+            positions += range(sequence.anchor, sequence.anchor + length + 1)
+            base += [sequence.base] * (length + 1)
+        logit_rows = list(range(len(ids)))
+        for sequence, take in chunks:
+            ids += sequence.tokens[sequence.cached : sequence.cached + take]
+            positions += range(sequence.cached, sequence.cached + take)
+            base += [sequence.base] * take
+            if sequence.cached + take == sequence.prompt_length:
+                logit_rows.append(len(ids) - 1)
+        begin = torch.tensor(base)
+        where = torch.tensor(positions)
+        return FlatBatch(
+            decoding, lengths, chunks, torch.tensor(ids), where, begin + where, begin, torch.tensor(logit_rows)
+        )
+
+    def advance_prefill(self) -> list[Sequence]:
+        """Mark the chunks as processed. Returns the sequences whose prompt is now complete, in ``logit_rows`` order."""
+        for sequence, take in self.chunks:
+            sequence.cached += take
+        return [s for s, _ in self.chunks if not s.prefilling]
+
+    def final_rows(self, kept: list[int]) -> Tensor:
+        """Flat rows that will not be rolled back: the first kept[r] of each decoding sequence and every prompt row."""
+        final: list[int] = []
+        start = 0
+        for length, n in zip(self.lengths, kept, strict=True):
+            final += range(start, start + n)
+            start += length + 1
+        return torch.tensor([*final, *range(start, len(self.ids))])

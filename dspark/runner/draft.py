@@ -1,0 +1,85 @@
+"""Propose a block for every running request, and keep the draft model's context cache.
+
+Context row base + p holds the draft model's keys and values of the target features at position p, for every position
+before the anchor. ``commit`` writes them as the target confirms tokens; block keys are never cached.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark import noise, ops
+from dspark.contracts import MTPPredictInfo, VerifierName
+from dspark.drafter.model import Drafter, Proposal
+from dspark.runner.sequence import Sequence
+from dspark.runner.verify import SamplingRows
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Blocks for R requests: what the scheduler sees, and the laws the tokens were drawn from (probs [R,K,V'] over the
+    draft vocabulary; kept for the rejection verifier only)."""
+
+    predictions: list[MTPPredictInfo]
+    probs: Tensor | None
+
+
+class DraftStage:
+    """The draft model at work inside the runner: ``width`` drafts a round, arena rows 0 .. capacity - 1."""
+
+    def __init__(self, drafter: Drafter, capacity: int, verifier: VerifierName, width: int):
+        config = drafter.config
+        self.drafter, self.verifier, self.width = drafter, verifier, width
+        self.temperatures = drafter.confidence_head.temperatures if drafter.confidence_head else ()
+        shape = (capacity, config.num_kv_heads, config.head_dim)
+        self.context = [
+            (torch.empty(shape, dtype=drafter.dtype), torch.empty(shape, dtype=drafter.dtype))
+            for _ in range(config.num_layers)
+        ]
+
+    def commit(self, features: Tensor, positions: Tensor, rows: Tensor) -> None:
+        """features [N, n*H] of confirmed tokens at positions [N] go to context rows [N]."""
+        fresh = self.drafter.context_kv(self.drafter.context(features), positions)
+        for (keys, values), (k, v) in zip(self.context, fresh, strict=True):
+            keys[rows], values[rows] = k, v
+
+    def propose(self, sequences: list[Sequence], sampling: SamplingRows) -> Drafts:
+        """Draft one block per sequence, each token drawn with the request's own law shaping and keyed noise."""
+        anchors = torch.tensor([s.anchor for s in sequences])
+        begin = torch.tensor([s.base for s in sequences])
+        stream = noise.DRAFT if self.verifier == "rejection" else noise.TARGET
+        laws: list[Tensor] = []
+
+        def choose(slot: int, logits: Tensor) -> Tensor:
+            probs = sampling.shape(logits)
+            if self.verifier == "rejection":
+                laws.append(probs)
+            ids = self.drafter.draft_ids
+            column = ops.gumbel_argmax(probs, sampling.seeds, stream, anchors + slot + 1, ids)
+            return self.drafter.vocab_ids(column)
+
+        tokens = torch.tensor([s.tokens[-1] for s in sequences])
+        proposal = self.drafter.propose(tokens, anchors, self.context, begin, begin + anchors, choose, self.width)
+        return Drafts(self._predictions(proposal), torch.stack(laws, dim=1) if laws else None)
+
+    def _predictions(self, proposal: Proposal) -> list[MTPPredictInfo]:
+        tokens = proposal.token_ids.tolist()
+        if proposal.confidence_logits is None:
+            return [MTPPredictInfo(tuple(row), None) for row in tokens]
+        return [
+            MTPPredictInfo(tuple(ids), tuple(map(confidence_rate, logits, self.temperatures[: self.width])))
+            for ids, logits in zip(tokens, proposal.confidence_logits.tolist(), strict=True)
+        ]
+
+
+def confidence_rate(logit: float, temperature: float) -> float:
+    """sigmoid(logit / temperature), one scalar at a time: a tensor's vector loop and its tail may differ in the last
+    bit, so a value would depend on the request's place in the batch."""
+    z = logit / temperature
+    if z >= 0.0:
+        return 1.0 / (1.0 + math.exp(-z))
+    return math.exp(z) / (1.0 + math.exp(z))

@@ -1,0 +1,160 @@
+"""The target's forward pass: one body for prefill, decode and verify.
+
+A call takes N tokens in a flat batch, of any number of sequences. Each token writes its key and value to its arena row
+and attends its sequence's rows up to itself; a prompt chunk, a decoded token and a block under verification are the
+same thing here. Every operation comes from dspark.ops and gives a row the same bits whatever the other rows are, so a
+token's hidden state is a function of its sequence alone: the reproducibility contract rests on that.
+
+Left out on purpose: gradients (the target is frozen), padding, attention masks, per-request work inside the layer loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dspark import ops
+from dspark.contracts import DsparkError
+from dspark.target.cache import KVCache
+from dspark.target.families import DecoderConfig
+from dspark.target.rope import RopeTable
+from dspark.target.weights import Layer, fingerprint, layer_of
+
+
+class Target:
+    """A frozen causal decoder. A plain object, not a module: it must never end up in somebody's checkpoint.
+
+    tensors: fused weights by name (weights.plan), all of one dtype, which is the dtype of the hidden states and of the
+    cache. name: what to call it in manifests. eos_ids: tokens that end a sequence, as its files say.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, tensors: Mapping[str, Tensor], name: str = "target", eos_ids: Sequence[int] = ()
+    ):
+        self.config, self.name, self.eos_ids = config, name, tuple(eos_ids)
+        self._tensors = dict(tensors)
+        self.embed_weight = self._tensors["embed"]
+        self.head_weight = self._tensors.get("head", self.embed_weight)
+        self.dtype = self.embed_weight.dtype
+        self._layers = [layer_of(self._tensors, i) for i in range(config.num_layers)]
+        self._final_norm = self._tensors["norm"]
+        self._rope = RopeTable(config.rope, config.head_dim)
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 hex over config and weights as used: two targets with the same one compute the same bits here."""
+        return fingerprint(self.config, self._tensors)
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embedding rows [N, H] of ids [N] int64."""
+        return self.embed_weight.index_select(0, ids)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[M, V] fp32 from hidden [M, H] after the final norm; a bf16 target's logits are not rounded to bf16."""
+        return ops.linear(hidden, self.head_weight, out_dtype=torch.float32)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        begin: Tensor,
+        end: Tensor,
+        cache: KVCache,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs N tokens; all index tensors are [N] int64.
+
+        Token n is ids[n] at absolute position positions[n]; its key and value go to arena row rows[n] of every layer,
+        and it attends rows begin[n]:end[n] (begin: its sequence's first row, end: its own row + 1; a layer's sliding
+        window is applied here). Returns the hidden states [N, H] after the final norm, for logits(), and the tapped
+        states [N, len(taps) * H] in the order of ``taps`` (None without taps): tap i is the output of decoder layer i
+        before the final norm, -1 the embedding. Raises DsparkError for a tap the model does not have.
+        """
+        self._check_taps(taps)
+        cos, sin = self._rope.at(positions)
+        begins = {w: torch.maximum(begin, end - w) if w else begin for w in set(self.config.windows)}
+        eps, kept = self.config.rms_norm_eps, {}
+        residual = kept[-1] = self.embed(ids)
+        normed = ops.rms_norm(residual, self._layers[0].input_norm, eps)
+        for i, (layer, window) in enumerate(zip(self._layers, self.config.windows, strict=True)):
+            mixed = self._attend(layer, normed, cos, sin, rows, begins[window], end, cache.k[i], cache.v[i])
+            normed, residual = ops.add_rms_norm(mixed, residual, layer.post_norm, eps)
+            inner = ops.silu_mul(ops.linear(normed, layer.gate_up, layer.gate_up_bias))
+            last = i + 1 == self.num_layers
+            following = self._final_norm if last else self._layers[i + 1].input_norm
+            normed, residual = ops.add_rms_norm(
+                ops.linear(inner, layer.down, layer.down_bias), residual, following, eps
+            )
+            if i in taps:
+                kept[i] = residual
+        return normed, torch.cat([kept[i] for i in taps], dim=1) if taps else None
+
+    def forward_sequences(
+        self, sequences: Sequence[Tensor], taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Whole sequences (each [S] int64, S >= 1) in one call, packed one after the other.
+
+        Returns (hidden [N, H], features [N, len(taps) * H] or None, offsets [R + 1] int64): sequence r is rows
+        offsets[r]:offsets[r + 1]. The same bits as forward() gives token by token.
+        """
+        lengths = torch.tensor([len(s) for s in sequences])
+        assert sum(lengths > 0) == len(sequences) > 0, f"expected sequences of at least one token, got {lengths}"
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        rows = torch.arange(int(offsets[-1]))
+        begin = offsets[:-1].repeat_interleave(lengths)
+        shape = (self.config.num_kv_heads, self.config.head_dim)
+        cache = KVCache(self.num_layers, len(rows), *shape, self.dtype, one_arena=True)
+        hidden, features = self.forward(torch.cat(list(sequences)), rows - begin, rows, begin, rows + 1, cache, taps)
+        return hidden, features, offsets
+
+    def _attend(
+        self,
+        layer: Layer,
+        normed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: Tensor,
+        begin: Tensor,
+        end: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """The attention sublayer: [N, H] -> [N, H]; writes the arena rows, then reads them."""
+        config = self.config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        qkv = ops.linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), heads + 2 * kv_heads, config.head_dim)
+        query, key = qkv[:, :heads].contiguous(), qkv[:, heads : heads + kv_heads].contiguous()
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query = ops.rms_norm(query, layer.q_norm, config.rms_norm_eps)
+            key = ops.rms_norm(key, layer.k_norm, config.rms_norm_eps)
+        keys.index_copy_(0, rows, ops.rotary(key, cos, sin))
+        values.index_copy_(0, rows, qkv[:, heads + kv_heads :])
+        mixed = ops.attention(ops.rotary(query, cos, sin), keys, values, begin, end, config.head_dim**-0.5)
+        return ops.linear(mixed.flatten(1), layer.output, layer.output_bias)
+
+    def _check_taps(self, taps: tuple[int, ...]) -> None:
+        wrong = [tap for tap in taps if not -1 <= tap < self.num_layers]
+        if wrong:
+            raise DsparkError(
+                f"target: expected target layer ids from -1 (embedding) to {self.num_layers - 1}, but got {wrong}. "
+                "The draft model was made for another target, or the ids are wrong."
+            )

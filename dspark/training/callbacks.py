@@ -1,0 +1,128 @@
+"""What every fit carries along: checkpoints under fixed names, their check, the progress bar, a log of sample ids.
+
+TensorBoard goes to tb_logs/<name> with a fixed version, so that a resumed run continues its own curves: points past
+the checkpoint it resumes from are purged.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from dspark.training.batches import SequenceBatch
+from dspark.training.checkpoint import PREFIX
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """best.ckpt: the draft model with the best `monitor` so far, looked at after every validation.
+
+    Args:
+        dirpath: folder of the checkpoints.
+        monitor: validation metric that decides.
+        mode: max or min.
+    """
+
+    def __init__(self, dirpath: str, monitor: str = "val/tau", mode: str = "max"):
+        super().__init__(
+            dirpath=dirpath, filename="best", monitor=monitor, mode=mode, save_top_k=1, enable_version_counter=False
+        )
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """last.ckpt, written every `every_n_train_steps` steps and when training ends: what a run resumes from.
+
+    Args:
+        dirpath: folder of the checkpoints.
+        every_n_train_steps: how much work a killed run may lose.
+    """
+
+    def __init__(self, dirpath: str, every_n_train_steps: int = 100):
+        super().__init__(
+            dirpath=dirpath,
+            filename="last",
+            every_n_train_steps=every_n_train_steps,
+            save_top_k=1,
+            enable_version_counter=False,
+        )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._last_global_step_saved != trainer.global_step:
+            self._save_checkpoint(trainer, str(Path(self.dirpath) / "last.ckpt"))
+
+
+class DraftOnly(Callback):
+    """Checks every checkpoint before it is written: the draft model's tensors and nothing else."""
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        assert_draft_only(checkpoint)
+
+
+def assert_draft_only(checkpoint: dict[str, Any]) -> None:
+    """Raises AssertionError when a checkpoint holds a tensor that is not the draft model's (a frozen target, say)."""
+    foreign = [name for name in checkpoint["state_dict"] if not name.startswith(PREFIX)]
+    assert not foreign, f"a checkpoint must hold the draft model only, but got {foreign[:5]}"
+
+
+class SampleLog(Callback):
+    """Appends a line per training batch, "global_step sample ids", to a file: two runs saw the same data iff equal.
+
+    Args:
+        path: the file; None keeps the lines in memory only (`lines`).
+    """
+
+    def __init__(self, path: str | None = None):
+        self.path, self.lines = path, []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: SequenceBatch, _: int) -> None:
+        anchors = torch.stack([batch.sequence, batch.anchors]).flatten().tolist()
+        line = f"{trainer.global_step} {','.join(batch.sample_ids)} {','.join(map(str, anchors))}"
+        self.lines.append(line)
+        if self.path is not None:
+            Path(self.path).parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a", encoding="utf-8") as stream:
+                stream.write(line + "\n")
+
+
+class ProgressBar(TQDMProgressBar):
+    """The bar over all steps of the run, refreshed a few times a second at most.
+
+    Args:
+        refresh_rate: steps between refreshes.
+    """
+
+    def __init__(self, refresh_rate: int = 1):
+        super().__init__(refresh_rate=refresh_rate, leave=True)
+
+
+class ResumableTensorBoard(TensorBoardLogger):
+    """TensorBoard in <save_dir>/<name>, always the same folder. A resumed run purges what lies past its checkpoint.
+
+    Args:
+        name: folder of the run below save_dir.
+        save_dir: where all runs lie.
+    """
+
+    def __init__(self, name: str, save_dir: str = "tb_logs"):
+        super().__init__(save_dir=save_dir, name=name, version="", default_hp_metric=False)
+        self.resumed_at: int | None = None
+
+    def resume_at(self, step: int) -> None:
+        """Points from `step` on belong to the run that was cut: TensorBoard will drop them."""
+        if self._experiment is not None:  # opened before the checkpoint was read, still without a point
+            self._experiment.close()
+            self._experiment = None
+        self._kwargs["purge_step"] = self.resumed_at = step
+
+
+class PurgeOnResume(Callback):
+    """Tells ResumableTensorBoard where a resumed run goes on. No effect with another logger."""
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, ResumableTensorBoard) and trainer.is_global_zero:
+                logger.resume_at(int(checkpoint["global_step"]))

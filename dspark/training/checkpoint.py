@@ -1,0 +1,69 @@
+"""Reads a trained draft model back: from a Lightning checkpoint of DrafterModule or an exported bundle directory.
+
+The bundle is read from its two files (config.json, model.safetensors), because the room that writes it lies below.
+Every tensor must be there and none too many. Checkpoints are loaded with weights_only=True: no code runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dspark.contracts import DsparkError
+from dspark.drafter.config import DrafterConfig
+from dspark.drafter.model import Drafter
+from dspark.files import read_json
+from dspark.target.decoder import Target
+
+CHECKPOINT_KEY = "dspark_drafter"  # where a Lightning checkpoint holds the draft model's config
+PREFIX = "drafter."  # of the draft model's tensors in a Lightning checkpoint
+
+
+def load_drafter(source: str | Path, target: Target) -> Drafter:
+    """The draft model at `source` (.ckpt file or bundle directory), bound to its target, in eval mode.
+
+    Raises DsparkError when nothing is there, it is incomplete, or it was trained for another target.
+    """
+    path = Path(source)
+    if not path.exists():
+        raise DsparkError(f"draft model: expected {path} to exist. Train it first: lightning fit recipes/drafter.yaml.")
+    values, tensors = _bundle(path) if path.is_dir() else _checkpoint(path)
+    config = DrafterConfig.from_dict(values, f"{path}: draft model config")
+    if config.target_fingerprint and config.target_fingerprint != target.fingerprint:
+        raise DsparkError(
+            f"{path}: expected the target it was trained for ({config.target_fingerprint[:12]}…), but got "
+            f"{target.name} ({target.fingerprint[:12]}…). Use that target and target_dtype, or train for this one."
+        )
+    drafter = Drafter(config)
+    _fill(drafter, tensors, path)
+    return drafter.bind(target.embed_weight, target.head_weight).eval()
+
+
+def _fill(drafter: Drafter, tensors: dict[str, Tensor], path: Path) -> None:
+    wanted = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
+    got = {name: tuple(t.shape) for name, t in tensors.items()}
+    wrong = sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
+    if wrong:
+        raise DsparkError(f"{path}: expected exactly the draft model's tensors, but these differ: {', '.join(wrong)}.")
+    drafter.load_state_dict(tensors)
+
+
+def _bundle(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    values = read_json(path / "config.json", "draft model config")
+    try:
+        return values, load_file(path / "model.safetensors")
+    except Exception as error:  # safetensors raises a type of its own that it does not export
+        raise DsparkError(f"{path}: expected a readable model.safetensors, but got: {error}. Export it again.") from error
+
+
+def _checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        config, state = saved[CHECKPOINT_KEY], saved["state_dict"]
+    except Exception as error:  # torch raises many types for a file that is none of its own
+        raise DsparkError(f"{path}: expected a checkpoint of DrafterModule, but it cannot be read as one.") from error
+    return config, {name.removeprefix(PREFIX): t for name, t in state.items() if name.startswith(PREFIX)}

@@ -1,0 +1,205 @@
+"""Trains the confidence head alone: `lightning fit recipes/confidence.yaml`. The draft layers are frozen.
+
+Labels are what the verifier did in untruncated rounds (or, by option, the analytic acceptance probability at the same
+slots). A block's hidden states come from target features captured online, through the same inference ops as the runner
+uses, so the head sees what it will see when it serves; only the head itself is differentiated.
+The checkpoint holds the whole draft model (load_drafter reads it like one of DrafterModule), nothing of the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dspark.calibration.metrics import SlotAUROC, SlotBrier, SlotECE, SlotMeanObserved, SlotMeanPredicted, SlotNLL
+from dspark.contracts import DsparkError
+from dspark.drafter.model import Drafter
+from dspark.training import losses
+from dspark.training.batches import RoundBatch
+from dspark.training.checkpoint import CHECKPOINT_KEY, load_drafter
+from dspark.training.frozen import FrozenTargetModule, capture, laws_at
+from dspark.training.labels import acceptance, observed_events
+from dspark.training.optim import make_optimizer
+from dspark.training.options import OptimizerOptions, as_options, plain
+
+_METRICS = {"ece": SlotECE, "brier": SlotBrier, "nll": SlotNLL, "auroc": SlotAUROC,
+            "predicted": SlotMeanPredicted, "observed": SlotMeanObserved}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """B rounds, P slots: raw confidence logits, labels in [0, 1], observed bool, draft logits [B,P,Vd] where asked for."""
+
+    logits: Tensor
+    labels: Tensor
+    observed: Tensor
+    draft_logits: Tensor | None
+
+
+class ConfidenceModule(FrozenTargetModule):
+    """The confidence head in training.
+
+    Args:
+        target: the target model the rollouts came from.
+        drafter: the draft model: a checkpoint of DrafterModule (.ckpt) or an exported directory.
+        labels: observed (what the verifier did), or the analytic acceptance probability of a verifier.
+        temperature: of the laws behind analytic labels.
+        optimizer: AdamW and its schedule.
+        reset_head: start the head from zero instead of from where drafter training left it.
+        target_dtype: dtype the target runs in.
+        max_skipped_share: share of sequences with non-finite features past which the run stops.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        drafter: str,
+        labels: Literal["observed", "rejection", "coupled", "greedy"] = "observed",
+        temperature: float = 1.0,
+        optimizer: OptimizerOptions | None = None,
+        reset_head: bool = False,
+        target_dtype: str = "bfloat16",
+        max_skipped_share: float = 0.05,
+    ):
+        super().__init__(target, target_dtype, max_skipped_share)
+        self.source, self.label_kind, self.temperature = drafter, labels, temperature
+        self.optimizer_options = as_options(OptimizerOptions, optimizer or OptimizerOptions(warmup_steps=5))
+        self.reset_head = reset_head
+        self.drafter: Drafter | None = None
+        rest = {"temperature": temperature, "reset_head": reset_head, "target_dtype": target_dtype}
+        rest |= {"max_skipped_share": max_skipped_share, "optimizer": self.optimizer_options}
+        self.save_hyperparameters(plain(target=target, drafter=drafter, labels=labels, **rest))
+
+    def setup(self, stage: str) -> None:
+        """Load target and draft model once; freeze all but the confidence head."""
+        if self.drafter is not None:
+            return
+        self.drafter = load_drafter(self.source, self.target)
+        if self.drafter.confidence_head is None:
+            raise DsparkError(f"{self.source}: expected a draft model with a confidence head, but this one has none.")
+        self.drafter.requires_grad_(False)
+        self.drafter.confidence_head.requires_grad_(True)
+        if self.reset_head:
+            for parameter in self.drafter.confidence_head.parameters():
+                torch.nn.init.zeros_(parameter)
+        slots = self.drafter.config.num_predictions
+        self.slot_metrics = torch.nn.ModuleDict({name: kind(slots) for name, kind in _METRICS.items()})
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        total = self.optimizer_options.total_steps or self.trainer.max_steps
+        if total <= 0:
+            raise DsparkError("trainer.max_steps: expected a number of steps for the schedule, but got none.")
+        optimizer, schedule = make_optimizer(self.named_parameters(), self.optimizer_options, total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def train(self, mode: bool = True) -> ConfidenceModule:
+        """Only the head ever enters training mode: the frozen layers keep to the inference ops."""
+        super().train(mode)
+        if self.drafter is not None:
+            self.drafter.eval()
+            self.drafter.confidence_head.train(mode)
+        return self
+
+    # ---- one step -----------------------------------------------------------------------------------------------
+
+    def judge(self, batch: RoundBatch, want_draft: bool = False) -> Judged | None:
+        """The head on the rounds of a batch; None when it has none."""
+        if len(batch.anchors) == 0:
+            return None
+        self._check_width(batch)
+        slots, drafter = self.drafter.config.num_predictions, self.drafter
+        drafted = torch.nn.functional.pad(batch.drafted, (0, slots - batch.drafted.shape[1]))
+        labels, observed = observed_events(batch.verified, batch.accepted, slots)
+        seen = capture(self.target, batch, drafter.config.target_layer_ids)
+        self.skips.update(batch, seen.finite)
+        observed = observed & seen.finite[batch.sequence][:, None]
+        begin = batch.offsets[batch.sequence]
+        anchor_ids = batch.ids[begin + batch.anchors]
+        with torch.no_grad():
+            context = drafter.encode(seen.features, batch.positions())
+            hidden = drafter.backbone(anchor_ids, batch.anchors, context, begin, begin + batch.anchors)
+            wanted = want_draft or self.label_kind != "observed"
+            draft_logits = drafter.draft_logits(hidden, anchor_ids, drafted) if wanted else None
+        if self.label_kind != "observed":
+            labels = self._analytic(seen.hidden, begin + batch.anchors, observed, draft_logits)
+        return Judged(drafter.draft_confidence(hidden, anchor_ids, drafted), labels, observed, draft_logits)
+
+    def _check_width(self, batch: RoundBatch) -> None:
+        slots, width = self.drafter.config.num_predictions, int(batch.verified.max())
+        if width > slots:
+            raise DsparkError(
+                f"data: expected rounds of at most {slots} drafted tokens for {self.source}, but got {width}. "
+                "They were collected with another draft model."
+            )
+
+    def _analytic(self, hidden: Tensor, anchor_rows: Tensor, observed: Tensor, draft_logits: Tensor) -> Tensor:
+        """Acceptance probability at the observed slots, where the sequence's own tokens are the drafted ones before it."""
+        if not bool(observed.any()):
+            return torch.zeros(observed.shape)
+        rows = (anchor_rows[:, None] + torch.arange(observed.shape[1])).clamp_max(len(hidden) - 1)
+        ids = self.drafter.draft_ids
+        law, index = laws_at(self.target, hidden, rows, observed, ids, self.temperature)
+        return acceptance(self.label_kind, draft_logits, law.rows(index), ids, self.temperature)
+
+    def training_step(self, batch: RoundBatch, batch_idx: int) -> Tensor:
+        judged = self.judge(batch)
+        zero = torch.zeros(())
+        term = (zero, zero) if judged is None else self._bce(judged)
+        count = self.across_ranks(term[1])
+        loss = term[0] * self.trainer.world_size / count.clamp_min(1e-6) + self.zero_loss()
+        if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
+            self.log("train/bce", loss.detach(), prog_bar=True, batch_size=1)
+        return loss
+
+    @staticmethod
+    def _bce(judged: Judged) -> losses.SumCount:
+        return losses.confidence_bce(judged.logits, judged.labels, judged.observed.float())
+
+    def validation_step(self, batch: RoundBatch, batch_idx: int) -> None:
+        judged = self.judge(batch)
+        if judged is None:
+            return
+        rates = torch.sigmoid(judged.logits)
+        for metric in self.slot_metrics.values():
+            metric.update(rates, judged.labels, judged.observed)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_metrics("val")
+
+    test_step = validation_step
+
+    def on_test_epoch_end(self) -> None:
+        self._log_metrics("test")
+
+    def _log_metrics(self, stage: str) -> None:
+        for name, metric in self.slot_metrics.items():
+            values = metric.compute().float().reshape(-1)  # torchmetrics squeezes a single value
+            self.log_dict({f"{stage}/{name}_{k}": value for k, value in enumerate(values)})
+            self.log(f"{stage}/{name}", values.nanmean(), prog_bar=name in ("ece", "nll"))
+            metric.reset()
+
+    def predict_step(self, batch: RoundBatch, batch_idx: int) -> dict[str, Any] | None:
+        """What calibration reads, per round: confidence_logits [B,P] before any temperature, labels and observed [B,P],
+        accepted and verified [B], draft_max_prob [B,P] (the draft's largest probability), domain and conversation (B names)."""
+        judged = self.judge(batch, want_draft=True)
+        if judged is None:
+            return None
+        domains = [batch.domains[i] for i in batch.sequence.tolist()]
+        return {
+            "confidence_logits": judged.logits.detach(),
+            "labels": judged.labels,
+            "observed": judged.observed,
+            "accepted": batch.accepted,
+            "verified": batch.verified,
+            "draft_max_prob": torch.softmax(judged.draft_logits, dim=-1).amax(dim=-1),
+            "domain": domains,
+            "conversation": list(batch.conversations),
+        }
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[CHECKPOINT_KEY] = self.drafter.config.to_dict()

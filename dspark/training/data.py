@@ -1,0 +1,208 @@
+"""Lightning data modules: whole sequences for the draft model, observed rounds for the confidence head.
+
+Splits are directories, never a ratio: the corpus is split by prompt before anything is sampled. No workers and no
+padding: a batch is a few concatenations, and its order and anchors are keyed (batches.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from dspark.contracts import DsparkError, Round
+from dspark.target.load import load_tokenizer
+from dspark.training.batches import BatchPlan, BatchStream, RoundBatch, SequenceBatch, TrainStream, generator, pack
+from dspark.training.labels import anchor_candidates
+from dspark.training.sources import Sample, read_samples
+
+Collate = Callable[[int, list[int]], SequenceBatch]
+
+
+def draw_anchors(sample: Sample, count: int, seed: int, epoch: int) -> Tensor:
+    """Anchor positions [A] int64, ascending: all candidates when `count` is 0, else up to `count` without replacement,
+    a function of (seed, epoch, sample id) alone."""
+    candidates = anchor_candidates(sample.loss_mask)
+    if count == 0 or len(candidates) <= count:
+        return candidates
+    chosen = torch.randperm(len(candidates), generator=generator("anchors", seed, epoch, sample.sample_id))[:count]
+    return candidates[chosen.sort().values]
+
+
+def sequence_batch(samples: Sequence[Sample], anchors: Sequence[Tensor]) -> SequenceBatch:
+    """Pack R samples with their anchors [A_r]; none at all gives the empty batch."""
+    ids, offsets = pack([s.ids for s in samples])
+    mask = torch.cat([torch.zeros(0, dtype=torch.bool), *(s.loss_mask for s in samples)])
+    positions, starts = pack(anchors)
+    sequence = torch.arange(len(samples)).repeat_interleave(starts.diff())
+    names, domains = tuple(s.sample_id for s in samples), tuple(s.domain for s in samples)
+    return SequenceBatch(ids, offsets, mask, sequence, positions, names, domains)
+
+
+def round_batch(samples: Sequence[Sample], slots: int) -> RoundBatch:
+    """Pack R samples and their untruncated rounds, `slots` wide (slots a round did not draft are not verified)."""
+    rounds = [uncensored(s) for s in samples]
+    flat = [r for group in rounds for r in group]
+    base = sequence_batch(samples, [torch.tensor([r.anchor for r in g], dtype=torch.int64) for g in rounds])
+    drafted = torch.zeros(len(flat), slots, dtype=torch.int64)
+    for row, r in enumerate(flat):
+        drafted[row, : len(r.drafted)] = torch.tensor(r.drafted[:slots], dtype=torch.int64)
+    counts = torch.tensor([(r.accepted, r.verified) for r in flat], dtype=torch.int64).reshape(-1, 2)
+    names = tuple(s.prompt_id for s, group in zip(samples, rounds, strict=True) for _ in group)
+    fields = {name: getattr(base, name) for name in SequenceBatch.__slots__}
+    return RoundBatch(**fields, drafted=drafted, accepted=counts[:, 0], verified=counts[:, 1], conversations=names)
+
+
+def uncensored(sample: Sample) -> list[Round]:
+    """A sample's rounds whose labels are not censored: something drafted and all of it verified."""
+    return [r for r in sample.rounds if r.drafted and r.verified == len(r.drafted)]
+
+
+class _SplitDataModule(LightningDataModule):
+    """What both data modules share: split directories, token-budget batches, ranks."""
+
+    _with_rounds = False
+
+    def __init__(self, train: list[str], val: list[str], test: list[str], predict: list[str], token_budget: int,
+                 seed: int, tokenizer: str | None):  # fmt: skip
+        super().__init__()
+        self.paths = {"train": train, "val": val, "test": test, "predict": predict}
+        self.token_budget, self.seed = token_budget, seed
+        self.tokenizer_source = tokenizer
+        self._samples: dict[str, list[Sample]] = {}
+
+    def samples(self, split: str) -> list[Sample]:
+        """The usable samples of one split, read once. Raises DsparkError when the split has no path."""
+        if split not in self._samples:
+            if not self.paths[split]:
+                raise DsparkError(f"data: expected at least one path in data.{split}, but got none.")
+            tokenizer = load_tokenizer(self.tokenizer_source) if self.tokenizer_source else None
+            read = read_samples(self.paths[split], tokenizer, rounds=self._with_rounds)
+            for reason, count in read.dropped.items():
+                rank_zero_info(f"data.{split}: left out {count} rows: {reason}")
+            self._samples[split] = self._usable(read.samples)
+        return self._samples[split]
+
+    def _usable(self, samples: list[Sample]) -> list[Sample]:
+        return samples
+
+    def _collate(self, samples: list[Sample], train: bool) -> Collate:
+        raise NotImplementedError
+
+    def _stream(self, split: str, train: bool) -> BatchStream:
+        samples = self.samples(split)
+        trainer = self.trainer
+        rank, world = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+        sizes = [len(s.ids) for s in samples]
+        plan = BatchPlan(sizes, self.token_budget, self.seed, shuffle=train, rank=rank, world_size=world)
+        return (TrainStream if train else BatchStream)(plan, self._collate(samples, train))
+
+    def train_dataloader(self) -> BatchStream:
+        return self._stream("train", train=True)
+
+    def val_dataloader(self) -> BatchStream | list[BatchStream]:
+        return self._stream("val", train=False) if self.paths["val"] else []
+
+    def test_dataloader(self) -> BatchStream:
+        return self._stream("test", train=False)
+
+    def predict_dataloader(self) -> BatchStream:
+        return self._stream("predict", train=False)
+
+
+class TrajectoryDataModule(_SplitDataModule):
+    """Sequences to train the draft model on: prompt + response, loss on the response.
+
+    Args:
+        train: trajectory directories, or JSONL files of {"messages": [...]} (these need `tokenizer`).
+        val: the same, for validation; empty switches validation off.
+        test: the same, for `lightning test`.
+        token_budget: tokens a batch aims at, prompts included; whole sequences, so a batch may be somewhat larger.
+        anchors_per_sequence: blocks drawn per sequence and epoch; 0 takes every candidate position.
+        seed: keys the order of the batches and the anchors.
+        tokenizer: where the tokenizer of a conversations file comes from (a target source).
+    """
+
+    def __init__(
+        self,
+        train: list[str],
+        val: list[str] | None = None,
+        test: list[str] | None = None,
+        token_budget: int = 1024,
+        anchors_per_sequence: int = 0,
+        seed: int = 0,
+        tokenizer: str | None = None,
+    ):
+        super().__init__(train, val or [], test or [], [], token_budget, seed, tokenizer)
+        if anchors_per_sequence < 0:
+            raise DsparkError(f"data: expected anchors_per_sequence >= 0, but got {anchors_per_sequence}.")
+        self.anchors_per_sequence = anchors_per_sequence
+
+    def _collate(self, samples: list[Sample], train: bool) -> Collate:
+        def collate(epoch: int, group: list[int]) -> SequenceBatch:
+            chosen = [samples[i] for i in group]
+            return sequence_batch(
+                chosen, [draw_anchors(s, self.anchors_per_sequence, self.seed, epoch if train else 0) for s in chosen]
+            )
+
+        return collate
+
+    def response_counts(self, vocab_size: int) -> Tensor:
+        """How often each id is a supervised token of the train split: [vocab_size] int64."""
+        supervised = torch.cat([s.ids[s.loss_mask] for s in self.samples("train")])
+        if int(supervised.max()) >= vocab_size:
+            raise DsparkError(
+                f"data: expected token ids below the target's vocabulary of {vocab_size}, but got {int(supervised.max())}. "
+                "The data were made with another tokenizer."
+            )
+        return supervised.bincount(minlength=vocab_size)
+
+    def stop_ids(self) -> list[int]:
+        """Ids that end a response in the train split, ascending."""
+        return sorted({i for s in self.samples("train") for i in s.stop_ids})
+
+    def train_sequences(self) -> list[Tensor]:
+        """The train split's ids [S], for counting bigrams."""
+        return [s.ids for s in self.samples("train")]
+
+
+class RoundsDataModule(_SplitDataModule):
+    """Observed draft-verify rounds to train, test and calibrate the confidence head on; untruncated rounds only.
+
+    Args:
+        train: trajectory directories with rounds shards (`dspark rollout` with a draft model).
+        val: the same, for validation; empty switches validation off.
+        test: the same, for `lightning test`.
+        predict: the same, for `lightning predict`.
+        token_budget: tokens a batch aims at, prompts included.
+        seed: keys the order of the batches.
+    """
+
+    _with_rounds = True
+
+    def __init__(
+        self,
+        train: list[str] | None = None,
+        val: list[str] | None = None,
+        test: list[str] | None = None,
+        predict: list[str] | None = None,
+        token_budget: int = 2048,
+        seed: int = 0,
+    ):
+        super().__init__(train or [], val or [], test or [], predict or [], token_budget, seed, None)
+
+    def _usable(self, samples: list[Sample]) -> list[Sample]:
+        kept = [s for s in samples if uncensored(s)]
+        if not kept:
+            raise DsparkError(
+                "data: expected untruncated rounds (all drafted tokens verified), but got none. "
+                "Collect the rollouts with a draft model and without variable verification length."
+            )
+        return kept
+
+    def _collate(self, samples: list[Sample], train: bool) -> Collate:
+        slots = max(len(r.drafted) for s in samples for r in uncensored(s))
+        return lambda epoch, group: round_batch([samples[i] for i in group], slots)

@@ -1,0 +1,244 @@
+"""Trains the draft model: `lightning fit recipes/drafter.yaml`. Backbone, Markov head and confidence head together.
+
+One step: run the frozen target on the batch (features and laws, no gradient), encode the context, run every block
+teacher-forced, take the three losses as weighted means. The draft model is the only thing with parameters here; a
+checkpoint holds it, its config and nothing of the target.
+Left out on purpose: caching of features, draft and target on different devices, an average of weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark.contracts import DsparkError
+from dspark.drafter.blocks import Blocks, blocks_at
+from dspark.drafter.config import DrafterConfig
+from dspark.drafter.initialise import bigram_counts, initialise_from_target
+from dspark.drafter.model import Drafter, DraftOutput
+from dspark.training import losses
+from dspark.training.batches import SequenceBatch
+from dspark.training.checkpoint import CHECKPOINT_KEY
+from dspark.training.frozen import FrozenTargetModule, capture, laws_at
+from dspark.training.labels import TargetLaw, acceptance, overlap_from_l1, slot_mask, slot_weights
+from dspark.training.metrics import MeanPer, expected_tau
+from dspark.training.optim import make_optimizer
+from dspark.training.options import DrafterOptions, InitOptions, LossOptions, OptimizerOptions, as_options, plain
+from dspark.training.vocabulary import draft_vocabulary
+
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One batch of B blocks, P slots: what the draft says, the target's law there ([B,P,...]), which slots count."""
+
+    blocks: Blocks
+    output: DraftOutput
+    law: TargetLaw
+    counted: Tensor
+
+
+class DrafterModule(FrozenTargetModule):
+    """The draft model in training.
+
+    Args:
+        target: the target model: a local Hugging Face directory, a hub id, a .gguf file, or an embedded name.
+        drafter: shape of the draft model.
+        losses: weights of the losses.
+        optimizer: AdamW and its schedule.
+        init: where the draft model starts.
+        target_dtype: dtype the target runs in; what the runner will use, so that features agree.
+        seed: keys the initial weights.
+        max_skipped_share: share of sequences with non-finite features past which the run stops.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        drafter: DrafterOptions,
+        losses: LossOptions | None = None,
+        optimizer: OptimizerOptions | None = None,
+        init: InitOptions | None = None,
+        target_dtype: str = "bfloat16",
+        seed: int = 0,
+        max_skipped_share: float = 0.05,
+    ):
+        super().__init__(target, target_dtype, max_skipped_share)
+        self.shape = as_options(DrafterOptions, drafter)
+        self.losses = as_options(LossOptions, losses or LossOptions())
+        self.optimizer_options = as_options(OptimizerOptions, optimizer or OptimizerOptions())
+        self.init = as_options(InitOptions, init or InitOptions())
+        self.seed = seed
+        self.config: DrafterConfig
+        self.drafter: Drafter | None = None
+        given = {"drafter": self.shape, "losses": self.losses, "optimizer": self.optimizer_options, "init": self.init}
+        rest = {"target": target, "target_dtype": target_dtype, "seed": seed, "max_skipped_share": max_skipped_share}
+        self.save_hyperparameters(plain(**given, **rest))
+
+    # ---- construction -------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Load the target and build the draft model for it, once."""
+        if self.drafter is not None:
+            return
+        ids = self._draft_ids()
+        self.config = self._config(0 if ids is None else len(ids))
+        self.drafter = Drafter(self.config, ids, seed=self.seed)
+        self.drafter.bind(self.target.embed_weight, self.target.head_weight)
+        if self.init.from_target:
+            self._start_from_target()
+        slots = self.config.num_predictions
+        self.val_metrics = torch.nn.ModuleDict(
+            {"tau": MeanPer(), "acceptance": MeanPer(slots), "ce": MeanPer(), "l1": MeanPer(), "confidence": MeanPer()}
+        )
+
+    def _start_from_target(self) -> None:
+        wanted = self.init.bigrams and self.shape.markov_rank > 0
+        bigrams = bigram_counts(self._data().train_sequences()) if wanted else None
+        init = {"layers": self.init.layers, "final_norm": self.init.final_norm}
+        init |= {"residual_scale": self.init.residual_scale, "bigrams": bigrams, "seed": self.seed}
+        initialise_from_target(self.drafter, self.target, **init)
+
+    def _config(self, draft_vocab_size: int) -> DrafterConfig:
+        chosen = {k: v for k, v in plain(shape=self.shape)["shape"].items() if k != "draft_vocab_size"}
+        if chosen["mask_token_id"] in self.target.eos_ids:
+            raise DsparkError(
+                f"drafter.mask_token_id: expected an id no text uses, but got the stop id {chosen['mask_token_id']}."
+            )
+        mine = self.target.config
+        kept = {"qk_norm": mine.qk_norm, "attention_bias": mine.qkv_bias, "mlp_bias": mine.mlp_bias}
+        kept |= {"attention_out_bias": mine.output_bias}
+        return DrafterConfig.for_target(self.target, **chosen, **kept, draft_vocab_size=draft_vocab_size)
+
+    def _data(self) -> Any:
+        data = getattr(self.trainer, "datamodule", None)
+        if data is None or not hasattr(data, "response_counts"):
+            raise DsparkError(
+                "drafter: expected a TrajectoryDataModule, which draft_vocab_size and init.bigrams read, but got "
+                f"{type(data).__name__}. Set draft_vocab_size: 0 and init.bigrams: false, or give one."
+            )
+        return data
+
+    def _draft_ids(self) -> Tensor | None:
+        size = self.shape.draft_vocab_size
+        if size == 0 or size >= self.target.vocab_size:
+            return None
+        counts = self._data().response_counts(self.target.vocab_size)
+        return draft_vocabulary(counts, size, [*self._data().stop_ids(), *self.target.eos_ids])
+
+    @property
+    def _weights(self) -> dict[str, float]:
+        """Weight of each loss, in a fixed order: what ranks add up must line up."""
+        both = {"ce": self.losses.ce, "l1": self.losses.l1}
+        return both | ({"confidence": self.losses.confidence} if self.shape.confidence_head else {})
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        total = self.optimizer_options.total_steps or self.trainer.max_steps
+        if total <= 0:
+            raise DsparkError("trainer.max_steps: expected a number of steps for the schedule, but got none.")
+        assert self.drafter is not None, "setup() builds the draft model first"
+        optimizer, schedule = make_optimizer(self.drafter.named_parameters(), self.optimizer_options, total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    # ---- one step -----------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: SequenceBatch, batch_idx: int) -> Tensor:
+        judged = self._judge(batch)
+        loss, means = self._combine(self._loss_terms(judged) if judged else {})
+        if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
+            self._log_step(loss, means)
+        return loss
+
+    def _combine(self, terms: dict[str, losses.SumCount]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighted sum of the losses' means over all ranks, and the means; a loss of 0 that touches every parameter
+        where nothing counts."""
+        none = torch.zeros(())
+        counts = self.across_ranks(torch.stack([terms[n][1] if n in terms else none for n in self._weights]))
+        world = self.trainer.world_size  # gradients are averaged over ranks: undo it
+        means = {n: terms[n][0] * world / counts[i].clamp_min(1e-6) for i, n in enumerate(self._weights) if n in terms}
+        loss = sum((self._weights[name] * value for name, value in means.items()), torch.zeros(()))
+        if not means or world > 1:
+            loss = loss + self.zero_loss()
+        return loss, means
+
+    def _log_step(self, loss: Tensor, means: dict[str, Tensor]) -> None:
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=1)
+        values = {f"train/{name}": value.detach() for name, value in means.items()}
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.log_dict({**values, "train/lr": rate, "train/skipped": float(self.skips.skipped)}, batch_size=1)
+
+    def _judge(self, batch: SequenceBatch) -> Judged | None:
+        """Draft model and target on one batch; None when no slot counts."""
+        if not batch.sample_ids:
+            return None
+        seen = capture(self.target, batch, self.config.target_layer_ids)
+        self.skips.update(batch, seen.finite)
+        slots = self.config.num_predictions
+        blocks = blocks_at(batch.ids, batch.offsets, batch.sequence, batch.anchors, slots)
+        rows, counted = slot_mask(batch.loss_mask, blocks.begin, batch.offsets[batch.sequence + 1], batch.anchors, slots)
+        counted &= seen.finite[batch.sequence][:, None]
+        if not bool(counted.any()):
+            return None
+        law, index = laws_at(self.target, seen.hidden, rows - 1, counted, self.drafter.draft_ids, self.losses.temperature)
+        context = self.drafter.encode(seen.features, batch.positions())
+        return Judged(blocks, self.drafter.teacher_forced(*blocks.inputs(context)), law.rows(index), counted)
+
+    def _loss_terms(self, judged: Judged) -> dict[str, losses.SumCount]:
+        """(sum, sum of weights) of each loss."""
+        weights = slot_weights(judged.counted, self.losses.decay)
+        logits, law, temperature = judged.output.logits, judged.law, self.losses.temperature
+        log_draft = torch.log_softmax(logits, dim=-1)
+        terms = {"ce": losses.cross_entropy(log_draft, self.drafter.to_columns(judged.blocks.labels), weights)}
+        draft = log_draft.exp() if temperature == 1.0 else torch.softmax(logits / temperature, dim=-1)
+        distance = losses.l1_distance(draft, law)
+        terms["l1"] = losses.weighted(distance, weights)
+        if judged.output.confidence_logits is not None:
+            label = overlap_from_l1(distance.detach()) if self.losses.label == "rejection" else self._labels(judged)
+            terms["confidence"] = losses.confidence_bce(judged.output.confidence_logits, label, weights)
+        return terms
+
+    def _labels(self, judged: Judged) -> Tensor:
+        ids, temperature = self.drafter.draft_ids, self.losses.temperature
+        return acceptance(self.losses.label, judged.output.logits, judged.law, ids, temperature)
+
+    # ---- validation ---------------------------------------------------------------------------------------------
+
+    def validation_step(self, batch: SequenceBatch, batch_idx: int) -> None:
+        judged = self._judge(batch)
+        if judged is None:
+            return
+        accepted, counted = self._labels(judged), judged.counted
+        self.val_metrics["tau"].update(*expected_tau(accepted, counted))
+        self.val_metrics["acceptance"].update((accepted * counted).sum(0), counted.float().sum(0))
+        for name, (total, count) in self._loss_terms(judged).items():
+            self.val_metrics[name].update(total, count)
+
+    def on_validation_epoch_end(self) -> None:
+        for name, metric in self.val_metrics.items():
+            values = metric.compute().float().reshape(-1)  # torchmetrics squeezes a single value
+            if name == "acceptance":
+                self.log_dict({f"val/acceptance_{k}": value for k, value in enumerate(values)})
+            else:
+                self.log(f"val/{name}", values[0], prog_bar=name == "tau")
+            metric.reset()
+
+    test_step = validation_step
+    on_test_epoch_end = on_validation_epoch_end
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[CHECKPOINT_KEY] = self.config.to_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises DsparkError when the checkpoint holds another draft model than the recipe describes."""
+        saved, given = checkpoint.get(CHECKPOINT_KEY, {}), self.config.to_dict()
+        differing = [f"{k}: saved {saved.get(k)!r}, given {given[k]!r}" for k in given if saved.get(k) != given[k]]
+        if differing:
+            raise DsparkError(
+                f"checkpoint: expected the draft model of this recipe, but got another: {'; '.join(differing)}. "
+                "Resume with the recipe (and target) that started the run."
+            )

@@ -1,0 +1,110 @@
+"""The frozen target inside a training step: capture, skip broken samples, keep it out of the module tree.
+
+Features are captured online under no_grad: the target runs on the batch and what it says is used at once. Target
+logits are made only for the rows that some slot needs, a chunk at a time, and shrink to the draft vocabulary at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from dspark.contracts import DsparkError
+from dspark.target.decoder import Target
+from dspark.target.load import load_target
+from dspark.training.batches import SequenceBatch
+from dspark.training.labels import TargetLaw, target_law
+
+_LOGIT_ROWS = 128  # rows of full-vocabulary logits alive at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """What the target says about a batch: hidden [N,H] after its final norm, features [N,n*H], finite [R] bool: the
+    sequences whose values are all finite (the others are zeroed)."""
+
+    hidden: Tensor
+    features: Tensor
+    finite: Tensor
+
+
+@torch.no_grad()
+def capture(target: Target, batch: SequenceBatch, taps: tuple[int, ...]) -> Capture:
+    """One forward pass of the target over the R sequences of the batch (R >= 1)."""
+    hidden, features, offsets = target.forward_sequences(batch.sequences(), taps)
+    assert torch.equal(offsets, batch.offsets), "captured lengths differ from the sequences' lengths"
+    row_ok = torch.isfinite(features.sum(dim=-1, dtype=torch.float32)) & torch.isfinite(
+        hidden.sum(dim=-1, dtype=torch.float32)
+    )
+    sequence = torch.arange(len(batch.sample_ids)).repeat_interleave(offsets.diff())
+    bad_rows = torch.zeros(len(batch.sample_ids), dtype=torch.int64).index_add_(0, sequence, (~row_ok).long())
+    finite = bad_rows == 0
+    if not bool(finite.all()):
+        keep = finite[sequence][:, None]
+        hidden, features = torch.where(keep, hidden, 0), torch.where(keep, features, 0)
+    return Capture(hidden, features, finite)
+
+
+@torch.no_grad()
+def laws_at(target: Target, hidden: Tensor, rows: Tensor, counted: Tensor, draft_ids: Tensor | None,
+            temperature: float = 1.0) -> tuple[TargetLaw, Tensor]:  # fmt: skip
+    """The target's law at the rows some counted slot needs: (law of M distinct rows, index [B,K] into them).
+
+    rows [B,K] of hidden [N,H]; slots that do not count get index 0. At least one slot must count.
+    """
+    needed, inverse = torch.unique(rows[counted], return_inverse=True)
+    index = torch.zeros_like(rows)
+    index[counted] = inverse
+    parts = [target_law(target.logits(hidden[chunk]), draft_ids, temperature) for chunk in needed.split(_LOGIT_ROWS)]
+    law = TargetLaw(*(torch.cat([getattr(p, name) for p in parts]) for name in TargetLaw.__slots__))
+    return law, index
+
+
+@dataclass(slots=True)
+class SkipCount:
+    """Sequences seen and skipped for non-finite features, and the share past which the run stops."""
+
+    max_share: float
+    seen: int = 0
+    skipped: int = 0
+    names: list[str] = field(default_factory=list)
+
+    def update(self, batch: SequenceBatch, finite: Tensor) -> None:
+        """Count one batch. Raises DsparkError when too many were skipped (judged on at least 20 sequences)."""
+        bad = [name for name, ok in zip(batch.sample_ids, finite.tolist(), strict=True) if not ok]
+        self.seen, self.skipped = self.seen + len(batch.sample_ids), self.skipped + len(bad)
+        self.names = (self.names + bad)[-5:]
+        if self.skipped > self.max_share * max(self.seen, 20):
+            raise DsparkError(
+                f"training: expected finite target features, but {self.skipped} of {self.seen} sequences had NaN or "
+                f"infinity (last: {self.names}), more than the share {self.max_share}. Try target_dtype float32."
+            )
+
+
+class FrozenTargetModule(LightningModule):
+    """A LightningModule that trains beside a frozen target, which is loaded in setup and is no submodule: checkpoints,
+    optimiser and device moves never see it."""
+
+    def __init__(self, target: str, target_dtype: str, max_skipped_share: float):
+        super().__init__()
+        self.target_source, self.target_dtype = target, target_dtype
+        self.skips = SkipCount(max_skipped_share)
+        self._target: Target | None = None
+
+    @property
+    def target(self) -> Target:
+        if self._target is None:
+            self._target = load_target(self.target_source, self.target_dtype)
+        return self._target
+
+    def zero_loss(self) -> Tensor:
+        """A loss of 0 that touches every trainable parameter, so that ranks without data reduce with the others."""
+        terms = [p.sum() * 0.0 for p in self.parameters() if p.requires_grad]
+        return torch.stack(terms).sum()
+
+    def across_ranks(self, values: Tensor) -> Tensor:
+        """Sum of `values` over all ranks (itself with one rank)."""
+        return values if self.trainer.world_size == 1 else self.all_gather(values.detach()).sum(dim=0)

@@ -1,0 +1,114 @@
+"""What the draft model is trained towards: the target's law at a slot, slot masks, acceptance labels.
+
+Everything here is fp32, detached and pure. Shapes: B blocks, K slots, V' columns of the draft vocabulary, M target rows.
+The target's law over a reduced draft vocabulary keeps what lies outside as one number, because the draft can never
+match that mass: it counts fully in the L1 distance and never in the overlap (DESIGN section 3).
+Left out on purpose: anchors on the last prompt token. The runner's first anchor is the first response token, so a
+candidate has its own token and the next one supervised (oracle/README.md section 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dspark import probability
+
+AnalyticLabel = Literal["rejection", "coupled", "greedy"]
+LABELS: tuple[str, ...] = ("observed", "rejection", "coupled", "greedy")
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLaw:
+    """The target's next-token law at M rows.
+
+    inside [M, V'] fp32: probabilities of the draft vocabulary's ids; outside [M] fp32: mass of all other ids;
+    argmax [M] int64: most likely vocabulary id (lowest on ties), whether or not the draft knows it.
+    """
+
+    inside: Tensor
+    outside: Tensor
+    argmax: Tensor
+
+    def rows(self, index: Tensor) -> TargetLaw:
+        """The law at `index` [...] of its rows, with index's shape in front."""
+        return TargetLaw(self.inside[index], self.outside[index], self.argmax[index])
+
+
+def target_law(logits: Tensor, draft_ids: Tensor | None, temperature: float = 1.0) -> TargetLaw:
+    """logits [M, V] of the target (any float dtype) -> its law; draft_ids [V'] int64 ascending, or None for all ids.
+
+    One pass over the full vocabulary (the normaliser); the probabilities exist only for the draft vocabulary.
+    """
+    logits = logits.detach().float()
+    argmax = logits.argmax(dim=-1)
+    if temperature != 1.0:
+        logits = logits / temperature
+    normaliser = logits.logsumexp(dim=-1, keepdim=True)
+    kept = logits if draft_ids is None else logits.index_select(-1, draft_ids)
+    inside = torch.exp(kept - normaliser)
+    full = draft_ids is None or draft_ids.numel() == logits.shape[-1]
+    outside = torch.zeros_like(normaliser[..., 0]) if full else (1.0 - inside.sum(dim=-1)).clamp_min(0.0)
+    return TargetLaw(inside, outside, argmax)
+
+
+def anchor_candidates(loss_mask: Tensor) -> Tensor:
+    """Positions that may be anchors: loss_mask [S] bool set there and at the next position. Returns [A] int64."""
+    return torch.nonzero(loss_mask[:-1] & loss_mask[1:]).flatten()
+
+
+def slot_mask(loss_mask: Tensor, begin: Tensor, end: Tensor, anchors: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """Label rows of a flat batch and which slots count.
+
+    loss_mask [N] bool; begin, end [B]: the rows of the block's sequence; anchors [B]: positions in it. Returns (rows
+    [B,K] int64 of the label anchor + k + 1, clamped to the sequence's last row; counted [B,K] bool). A slot counts when
+    its label is inside the sequence, supervised, and all earlier slots of its block count.
+    """
+    rows = (begin + anchors)[:, None] + 1 + torch.arange(slots, device=anchors.device)
+    inside = rows < end[:, None]
+    rows = torch.minimum(rows, end[:, None] - 1)
+    return rows, (inside & loss_mask[rows]).cumprod(dim=-1).bool()
+
+
+def slot_weights(counted: Tensor, decay: float) -> Tensor:
+    """counted [B,K] bool -> weights [B,K] fp32: exp(-k / decay) where counted, else 0; decay 0 switches it off."""
+    slots = torch.arange(counted.shape[-1], dtype=torch.float32, device=counted.device)
+    return counted.float() * (torch.exp(-slots / decay) if decay > 0 else torch.ones_like(slots))
+
+
+def overlap_from_l1(l1: Tensor) -> Tensor:
+    """Acceptance probability of the rejection verifier, 1 - TV, from the full L1 distance (0..2)."""
+    return (1.0 - 0.5 * l1).clamp(0.0, 1.0)
+
+
+@torch.no_grad()
+def acceptance(kind: AnalyticLabel, draft_logits: Tensor, law: TargetLaw, draft_ids: Tensor | None,
+               temperature: float = 1.0) -> Tensor:  # fmt: skip
+    """Probability that the verifier `kind` accepts the draft's token, per slot: [...] fp32 in [0, 1].
+
+    draft_logits [..., V'], law with the same leading shape; temperature shapes the draft's law (the target's was shaped
+    when it was made). coupled sorts V' + 1 columns per row and is by far the dearest.
+    """
+    if kind == "greedy":
+        best = draft_logits.argmax(dim=-1)
+        return ((best if draft_ids is None else draft_ids[best]) == law.argmax).float()
+    draft = torch.softmax(draft_logits.float() / temperature, dim=-1)
+    if kind == "rejection":
+        return torch.minimum(draft, law.inside).sum(dim=-1).clamp(0.0, 1.0)
+    assert kind == "coupled", f"acceptance label {kind!r} is none of {LABELS[1:]}"
+    target = torch.cat([law.inside, law.outside[..., None]], dim=-1)
+    draft = torch.cat([draft, torch.zeros_like(law.outside)[..., None]], dim=-1)
+    return probability.coupled_acceptance(target, draft).clamp(0.0, 1.0)
+
+
+def observed_events(verified: Tensor, accepted: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """Labels of B untruncated rounds, counts [B] int64 -> (accepted [B,K] fp32 0/1, observed [B,K] bool).
+
+    Slot k was put to the test only if all before it were accepted and it was verified: k <= accepted, k < verified.
+    """
+    slot = torch.arange(slots, device=verified.device)
+    observed = (slot <= accepted[:, None]) & (slot < verified[:, None])
+    return (slot < accepted[:, None]).float(), observed

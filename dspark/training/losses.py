@@ -1,0 +1,57 @@
+"""The three losses, each as (weighted sum, sum of weights) in fp32. Callers divide, and reduce over ranks first.
+
+    cross entropy  -log q(label)              only where the label is in the draft vocabulary
+    L1             sum_v |q(v) - p(v)|        0..2, the mass of p outside the draft vocabulary included
+    confidence     BCE(logit, label)          label soft (a probability) or an observed event, never differentiated
+
+fp32 because the gradient of a divergence is a difference of nearly equal probabilities once the draft is good; in bf16
+that difference is mostly rounding. Shapes: logits [..., V'], everything else [...]. No reduction over ranks, no logging.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspark.training.labels import TargetLaw
+
+LOGIT_BOUND = 16.0  # sigmoid(16) is 1 - 1e-7: beyond it a logit says nothing more
+
+SumCount = tuple[Tensor, Tensor]
+
+
+def cross_entropy(log_draft: Tensor, columns: Tensor, weights: Tensor) -> SumCount:
+    """log_draft [..., V'] log-probabilities, columns [...] int64 of the labels in the draft vocabulary (-1: not in it)."""
+    known = columns >= 0
+    weights = weights * known
+    picked = log_draft.gather(-1, columns.clamp_min(0)[..., None])[..., 0]
+    return -(picked * weights).sum(), weights.sum()
+
+
+def l1_distance(draft: Tensor, law: TargetLaw) -> Tensor:
+    """Full L1 distance per slot [...] between draft probabilities [..., V'] and the target's law; 0..2."""
+    return (draft - law.inside).abs().sum(dim=-1) + law.outside
+
+
+def weighted(values: Tensor, weights: Tensor) -> SumCount:
+    """(sum of weights * values, sum of weights)."""
+    return (values * weights).sum(), weights.sum()
+
+
+def squash(logits: Tensor) -> Tensor:
+    """Identity up to LOGIT_BOUND in size, logarithmic beyond it: the loss stays bounded, the gradient never vanishes."""
+    size = logits.abs()
+    tail = LOGIT_BOUND + torch.log1p((size - LOGIT_BOUND).clamp_min(0.0))
+    return torch.where(size <= LOGIT_BOUND, logits, logits.sign() * tail)
+
+
+def confidence_bce(logits: Tensor, labels: Tensor, weights: Tensor) -> SumCount:
+    """Binary cross entropy of confidence logits [...] against labels [...] in [0, 1]; labels are detached here."""
+    values = F.binary_cross_entropy_with_logits(squash(logits.float()), labels.detach().float(), reduction="none")
+    return weighted(values, weights)
+
+
+def mean(term: SumCount) -> Tensor:
+    """sum / count, 0 (still attached to the graph) when nothing counts."""
+    return term[0] / term[1].clamp_min(1e-6)

@@ -1,0 +1,140 @@
+"""The settings of a training recipe: plain dataclasses, so that every field is a typed, documented override.
+
+`as_options` turns what a checkpoint holds (plain dictionaries) back into them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeVar
+
+from dspark.contracts import DsparkError
+from dspark.training.labels import AnalyticLabel
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class DrafterOptions:
+    """Shape of the draft model.
+
+    Args:
+        mask_token_id: id fed in the unknown slots; a row of the target's vocabulary that no text uses, no stop id.
+        target_layer_ids: target layers whose outputs are the context features, ascending; -1 is the embedding output.
+        block_size: width of a block.
+        sample_from_anchor: true: slot 0 (the anchor) predicts too, and a block proposes block_size tokens.
+        num_layers: draft layers.
+        draft_vocab_size: the draft predicts only this many most frequent response ids; 0 keeps the full vocabulary.
+        markov_rank: rank of the sequential head; 0 is plain DFlash.
+        markov_head: vanilla, gated or rnn.
+        confidence_head: predict each slot's acceptance.
+        confidence_with_markov: the confidence head also reads the previous token's Markov embedding.
+        stop_gradient: keep the confidence loss out of the draft layers (disputed; the reference does not).
+        sliding_window: context tokens a block may see; 0 is all.
+    """
+
+    mask_token_id: int
+    target_layer_ids: list[int]
+    block_size: int = 5
+    sample_from_anchor: bool = True
+    num_layers: int = 2
+    draft_vocab_size: int = 0
+    markov_rank: int = 64
+    markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    confidence_head: bool = True
+    confidence_with_markov: bool = True
+    stop_gradient: bool = False
+    sliding_window: int = 0
+
+
+@dataclass(kw_only=True)
+class LossOptions:
+    """Weights of the losses and the law they are taken at.
+
+    Args:
+        ce: weight of the cross entropy against the response tokens.
+        l1: weight of the L1 distance between the draft's and the target's law.
+        confidence: weight of the confidence head's binary cross entropy.
+        decay: slot k weighs exp(-k / decay); 0 weighs all alike.
+        temperature: of the target's and the draft's law in the L1 term, the confidence label and the validation.
+        label: the acceptance label of the confidence head, by the verifier that will be used.
+    """
+
+    ce: float = 0.1
+    l1: float = 0.9
+    confidence: float = 1.0
+    decay: float = 4.0
+    temperature: float = 1.0
+    label: AnalyticLabel = "rejection"
+
+    def __post_init__(self) -> None:
+        for name in ("ce", "l1", "confidence", "decay"):
+            if getattr(self, name) < 0:
+                raise DsparkError(f"losses: expected {name} >= 0, but got {getattr(self, name)}.")
+        if self.temperature <= 0:
+            raise DsparkError(f"losses: expected temperature > 0, but got {self.temperature}. Use label: greedy for 0.")
+
+
+@dataclass(kw_only=True)
+class OptimizerOptions:
+    """AdamW with linear warm-up and a cosine.
+
+    Args:
+        lr: peak learning rate.
+        warmup_steps: steps of linear warm-up; step s has (s + 1) / warmup_steps of the peak.
+        total_steps: where the cosine ends; 0 takes trainer.max_steps (which then must be set).
+        min_lr_ratio: learning rate at the end, as a share of the peak.
+        weight_decay: on matrices only; norms, biases and scalars have none.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+    """
+
+    lr: float = 1e-3
+    warmup_steps: int = 20
+    total_steps: int = 0
+    min_lr_ratio: float = 0.05
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.95
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.warmup_steps < 0 or self.total_steps < 0:
+            raise DsparkError(
+                f"optimizer: expected lr > 0, warmup_steps >= 0 and total_steps >= 0, but got {self.lr}, "
+                f"{self.warmup_steps}, {self.total_steps}."
+            )
+
+
+@dataclass(kw_only=True)
+class InitOptions:
+    """Where the draft model starts (DESIGN section 12).
+
+    Args:
+        from_target: start from the target's own layers and flat logits; false: plain random initialisation.
+        layers: target layers to copy, one per draft layer; null takes the last ones.
+        final_norm: the target's final norm times this is the draft's; small values start with flat base logits.
+        residual_scale: out-projections times this; 0 makes every draft layer the identity at first; null leaves them.
+        bigrams: start the Markov head from the bigram statistics of the training responses.
+    """
+
+    from_target: bool = True
+    layers: list[int] | None = None
+    final_norm: float | None = 0.25
+    residual_scale: float | None = None
+    bigrams: bool = True
+
+
+def as_options(kind: type[T], value: T | dict[str, Any]) -> T:
+    """`value` as a `kind`. Raises DsparkError on an unknown key."""
+    if not isinstance(value, dict):
+        return value
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(set(value) - known)
+    if unknown:
+        raise DsparkError(f"{kind.__name__}: expected keys of {sorted(known)}, but got {unknown}.")
+    return kind(**value)
+
+
+def plain(**values: Any) -> dict[str, Any]:
+    """Hyperparameters as plain types, which a checkpoint may hold and torch.load(weights_only=True) accepts."""
+    return {k: asdict(v) if is_dataclass(v) and not isinstance(v, type) else v for k, v in values.items()}

@@ -1,0 +1,143 @@
+"""Training samples from disk: trajectory directories (Parquet) or a conversations file (JSONL).
+
+Read straight from the Parquet columns (DESIGN section 11), because the room that writes them lies below this one. Every
+shard's hash is checked against the directory's manifest first: a damaged or foreign shard is an error, never data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from dspark.contracts import DsparkError, Round
+from dspark.corpus import dialogue
+from dspark.corpus.messages import read_conversation
+from dspark.corpus.sources import open_source
+from dspark.files import child_path, read_json, sha256_file
+
+_TRAJECTORY_COLUMNS = ["trajectory_id", "prompt_id", "domain", "prompt_ids", "response_ids", "sampling"]
+_ROUND_COLUMNS = ["trajectory_id", "round", "anchor", "drafted", "verified", "accepted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sequence: ids [S] int64, loss_mask [S] bool (true on tokens to learn from); stop_ids end a response."""
+
+    sample_id: str
+    prompt_id: str
+    domain: str
+    ids: Tensor
+    loss_mask: Tensor
+    stop_ids: tuple[int, ...] = ()
+    rounds: tuple[Round, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Usable samples, and why the others were left out (reason -> count)."""
+
+    samples: list[Sample]
+    dropped: dict[str, int]
+
+
+def read_samples(paths: Iterable[str], tokenizer: Any = None, rounds: bool = False) -> Samples:
+    """All samples of the given trajectory directories and conversation files, in order of path then row.
+
+    tokenizer: needed for a conversations file only. rounds: also read the rounds beside trajectories. Raises DsparkError
+    when a path is missing, damaged, or nothing usable is left.
+    """
+    kept: list[Sample] = []
+    dropped: dict[str, int] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise DsparkError(f"training data: expected {path} to exist. Make it first (dspark prepare or rollout).")
+        for sample in _directory(path, rounds) if path.is_dir() else _conversations(path, tokenizer):
+            reason = sample if isinstance(sample, str) else _unusable(sample)
+            if reason:
+                dropped[reason] = dropped.get(reason, 0) + 1
+            else:
+                kept.append(sample)
+    if not kept:
+        raise DsparkError(f"training data: expected supervised tokens in {list(paths)}, but got none ({dropped}).")
+    return Samples(kept, dropped)
+
+
+def _unusable(sample: Sample) -> str | None:
+    return None if bool(sample.loss_mask.any()) else "no supervised token"
+
+
+def _shards(path: Path, kind: str) -> list[Path]:
+    """The manifest's files of one kind ("trajectories", "rounds") in order, each checked against its recorded hash."""
+    manifest = read_json(path / "manifest.json", "trajectory manifest")
+    try:
+        state, entries = manifest["state"], [entry[kind] for entry in manifest["shards"]]
+        wanted = {entry["file"]: entry["sha256"] for entry in entries}
+    except (KeyError, TypeError) as error:
+        raise DsparkError(f"{path}: expected a manifest of trajectory shards, but part of it is missing.") from error
+    if state != "complete" or not wanted:
+        raise DsparkError(f"{path}: expected a finished run, but its manifest says {state!r}. Finish the run first.")
+    files = [child_path(path, name, "trajectory manifest") for name in wanted]
+    for file in files:
+        if sha256_file(file) != wanted[file.name]:
+            raise DsparkError(f"{file}: expected the bytes its manifest records, but the hash differs. Make it again.")
+    return files
+
+
+def _rows(shards: list[Path], columns: list[str]) -> Iterable[dict[str, Any]]:
+    for shard in shards:
+        try:
+            table = pq.read_table(shard, columns=columns)
+        except (OSError, ValueError, KeyError) as error:
+            raise DsparkError(f"{shard}: expected Parquet with columns {columns}, but got: {error}.") from error
+        missing = sorted(set(columns) - set(table.column_names))
+        if missing:
+            raise DsparkError(f"{shard}: expected columns {columns}, but {missing} are missing.")
+        yield from table.to_pylist()
+
+
+def _directory(path: Path, with_rounds: bool) -> Iterable[Sample]:
+    rounds = _read_rounds(path) if with_rounds else {}
+    for row in _rows(_shards(path, "trajectories"), _TRAJECTORY_COLUMNS):
+        prompt, response = row["prompt_ids"], row["response_ids"]
+        mask = torch.zeros(len(prompt) + len(response), dtype=torch.bool)
+        mask[len(prompt) :] = True
+        stops = tuple(json.loads(row["sampling"] or "{}").get("stop_ids", ()))
+        ids = torch.tensor([*prompt, *response], dtype=torch.int64)
+        key = row["trajectory_id"]
+        yield Sample(key, row["prompt_id"], row["domain"] or "", ids, mask, stops, rounds.get(key, ()))
+
+
+def _read_rounds(path: Path) -> dict[str, tuple[Round, ...]]:
+    found: dict[str, list[tuple[int, Round]]] = {}
+    for row in _rows(_shards(path, "rounds"), _ROUND_COLUMNS):
+        made = Round(row["anchor"], tuple(row["drafted"]), row["verified"], row["accepted"])
+        found.setdefault(row["trajectory_id"], []).append((row["round"], made))
+    return {key: tuple(r for _, r in sorted(items, key=lambda item: item[0])) for key, items in found.items()}
+
+
+def _conversations(path: Path, tokenizer: Any) -> Iterable[Sample | str]:
+    """The samples of a JSONL or Parquet file of conversations; a row that cannot be used gives the reason instead."""
+    if tokenizer is None:
+        raise DsparkError(f"{path}: expected a tokenizer for a conversations file. Set data.tokenizer.")
+    for row in open_source(path, None).rows:
+        if row.value is None:
+            yield row.error
+            continue
+        try:
+            talk = read_conversation(row.value)
+            complete = talk.finish_reason != "length"
+            turns = dialogue.encode_turns(talk.messages, tokenizer, tools=talk.tools, complete=complete)
+        except DsparkError as error:
+            yield str(error)
+            continue
+        for turn, encoded in enumerate(turns):
+            ids = torch.tensor(encoded.ids, dtype=torch.int64)
+            mask = torch.tensor(encoded.loss_mask, dtype=torch.bool)
+            yield Sample(f"{path.name}:{row.line}.{turn}", f"{path.name}:{row.line}", talk.domain, ids, mask)

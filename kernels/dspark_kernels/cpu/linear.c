@@ -1,0 +1,157 @@
+/* out[n, o] = sum_k x[n, k] * weight[o, k] (+ bias[o]), fp32 accumulation, strictly in k order with FMA.
+ *
+ * The weight is packed once in panels [ceil(O/NR)][I][NR] (padding columns are zero), in its own dtype: at few rows
+ * the time is the time to read it. Rows are packed in tiles [I][m], converted to fp32. A task is a group of panels
+ * that stays in L2 times a run of row tiles; who computes a tile never changes its bits (tile.h).
+ */
+#include "tile.h"
+
+#define GROUP_BYTES (192 * 1024)
+#define ROW_CHUNK (MR * 64)
+
+EXPORT int64_t dspark_packed_bytes(int64_t o, int64_t i, int dtype) {
+    int64_t bytes = (o + NR - 1) / NR * NR * i * (dtype == F32 ? 4 : 2);
+    return bytes + 64;
+}
+
+static void pack_panel(char *dst, const char *src, int64_t o0, int64_t o, int64_t i, int dtype) {
+    if (dtype == F32) {
+        for (int64_t j = 0; j < NR; j++) {
+            const float *row = (const float *)src + (o0 + j) * i;
+            for (int64_t k = 0; k < i; k++) ((float *)dst)[k * NR + j] = o0 + j < o ? row[k] : 0.0f;
+        }
+        return;
+    }
+    for (int64_t j = 0; j < NR; j++) {
+        const uint16_t *row = (const uint16_t *)src + (o0 + j) * i;
+        int64_t at = j < VW ? 2 * j : 2 * (j - VW) + 1;
+        for (int64_t k = 0; k < i; k++) ((uint16_t *)dst)[k * NR + at] = o0 + j < o ? row[k] : 0;
+    }
+}
+
+EXPORT void dspark_pack_weight(void *dst, const void *src, int64_t o, int64_t i, int dtype, int threads) {
+    int64_t panels = (o + NR - 1) / NR, bytes = i * NR * (dtype == F32 ? 4 : 2);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t p = 0; p < panels; p++) pack_panel((char *)dst + p * bytes, src, p * NR, o, i, dtype);
+}
+
+typedef struct {
+    void *out;
+    const void *x;
+    const char *w;
+    const void *bias;
+    int64_t n, i, o, panels, panel_bytes;
+    int dtype, out_dtype;
+    float *packed; /* row tiles of the current chunk */
+    int64_t row0;  /* first row of the chunk */
+} Linear;
+
+/* Rows [row, row+m) to [k][m] fp32. */
+static void pack_rows(const Linear *a, int64_t row, int64_t m, float *dst) {
+    if (m == 1 && a->dtype == F32) {
+        memcpy(dst, (const float *)a->x + row * a->i, a->i * sizeof(float));
+        return;
+    }
+    for (int64_t r = 0; r < m; r++)
+        for (int64_t k = 0; k < a->i; k++) dst[k * m + r] = load_as(a->x, (row + r) * a->i + k, a->dtype);
+}
+
+/* Adds the bias, rounds to the output dtype, drops the padding columns. c is [m][p*NR]. */
+static void finish(const Linear *a, int64_t row, int m, int64_t col, int cols, const float *c) {
+    int64_t valid = a->o - col < cols ? a->o - col : cols;
+    for (int r = 0; r < m; r++) {
+        int64_t base = (row + r) * a->o + col, j = 0;
+        const float *cr = c + r * cols;
+        for (; j + VW <= valid; j += VW) {
+            vf v = vload(cr + j);
+            if (a->bias) v = v + vload_as(a->bias, col + j, a->dtype);
+            vstore_as(a->out, base + j, v, a->out_dtype);
+        }
+        for (; j < valid; j++) {
+            float v = cr[j];
+            if (a->bias) v = v + load_as(a->bias, col + j, a->dtype);
+            store_as(a->out, base + j, v, a->out_dtype);
+        }
+    }
+}
+
+#define RUN(M_)                                                                                                      \
+    __attribute__((noinline)) static void run_##M_(const Linear *a, const float *x, int64_t row, int64_t p0,        \
+                                                   int64_t p1) {                                                     \
+        float c[M_ * PANELS(M_) * NR] __attribute__((aligned(64)));                                                 \
+        int64_t wk = a->dtype == F32 ? 4 * NR : 2 * NR, p = p0;                                                      \
+        for (; p + PANELS(M_) <= p1; p += PANELS(M_)) {                                                              \
+            const char *w = a->w + p * a->panel_bytes;                                                               \
+            if (a->dtype == F32)                                                                                     \
+                tile(M_, PANELS(M_), W_F32, 0, a->i, x, 1, M_, w, 4 * NR, a->panel_bytes, c, PANELS(M_) * NR);      \
+            else                                                                                                     \
+                tile(M_, PANELS(M_), W_PAIRED, 0, a->i, x, 1, M_, w, 2 * NR, a->panel_bytes, c, PANELS(M_) * NR);   \
+            finish(a, row, M_, p *NR, PANELS(M_) * NR, c);                                                           \
+        }                                                                                                            \
+        for (; p < p1; p++) {                                                                                        \
+            const char *w = a->w + p * a->panel_bytes;                                                               \
+            if (a->dtype == F32) tile(M_, 1, W_F32, 0, a->i, x, 1, M_, w, wk, 0, c, NR);                            \
+            else tile(M_, 1, W_PAIRED, 0, a->i, x, 1, M_, w, wk, 0, c, NR);                                         \
+            finish(a, row, M_, p *NR, NR, c);                                                                        \
+        }                                                                                                            \
+    }
+FOR_EACH_M(RUN)
+
+static void run_tile(const Linear *a, const float *x, int64_t row, int64_t m, int64_t p0, int64_t p1) {
+    switch (m) {
+#define CASE(M_)                                                                                                     \
+    case M_: run_##M_(a, x, row, p0, p1); break;
+        FOR_EACH_M(CASE)
+    }
+}
+
+static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static void run_task(const Linear *a, int64_t rows, int64_t t0, int64_t t1, int64_t p0, int64_t p1) {
+    for (int64_t t = t0; t < t1; t++) {
+        int64_t m = min64(MR, rows - t * MR);
+        run_tile(a, a->packed + t * MR * a->i, a->row0 + t * MR, m, p0, p1);
+    }
+}
+
+/* One chunk of rows: pack its tiles, then walk (panel group) x (run of tiles). Called inside or outside a team. */
+static void run_chunk(const Linear *a, int64_t rows, int threads) {
+    int64_t tiles = (rows + MR - 1) / MR;
+    int64_t group = GROUP_BYTES / a->panel_bytes;
+    if (tiles == 1 || group * threads > a->panels) group = (a->panels + threads - 1) / threads;
+    if (tiles == 1 && group > 4) group = (group + 3) / 4 * 4;
+    if (group < 1) group = 1;
+    int64_t groups = (a->panels + group - 1) / group, split = 1;
+    while (groups * split < 2 * threads && split * 2 <= tiles) split *= 2;
+    int64_t run = (tiles + split - 1) / split;
+    if (threads == 1) {
+        for (int64_t t = 0; t < tiles; t++)
+            pack_rows(a, a->row0 + t * MR, min64(MR, rows - t * MR), a->packed + t * MR * a->i);
+        for (int64_t g = 0; g < groups; g++)
+            run_task(a, rows, 0, tiles, g * group, min64(a->panels, (g + 1) * group));
+        return;
+    }
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < tiles; t++)
+            pack_rows(a, a->row0 + t * MR, min64(MR, rows - t * MR), a->packed + t * MR * a->i);
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t task = 0; task < groups * split; task++) {
+            int64_t g = task / split, s = task % split;
+            run_task(a, rows, s * run, min64(tiles, (s + 1) * run), g * group, min64(a->panels, (g + 1) * group));
+        }
+    }
+}
+
+/* Returns 0, or 1 when scratch could not be allocated. */
+EXPORT int dspark_linear(void *out, const void *x, const void *packed, const void *bias, int64_t n, int64_t i,
+                         int64_t o, int dtype, int out_dtype, int threads) {
+    Linear a = {out, x, packed, bias, n, i, o, (o + NR - 1) / NR, i * NR * (dtype == F32 ? 4 : 2), dtype, out_dtype,
+                NULL, 0};
+    a.packed = dspark_scratch(0, (size_t)(min64(n, ROW_CHUNK) * i + 16) * sizeof(float));
+    if (!a.packed) return 1;
+    if (n * i * o < 65536) threads = 1;
+    for (a.row0 = 0; a.row0 < n; a.row0 += ROW_CHUNK) run_chunk(&a, min64(ROW_CHUNK, n - a.row0), threads);
+    return 0;
+}

@@ -1,0 +1,79 @@
+/* The one matrix microkernel: C[M, P*NR] (+)= X[M, K] * W[K, P*NR], for M rows and P panels of NR columns.
+ *
+ * Every C[m, j] is a chain of K fused multiply-adds in k order, in one register lane. Nothing else happens to it, so
+ * its bits depend on row m of X and column j of W alone: not on M, P, NR, on who computes it, or on the rows beside it.
+ */
+#ifndef DSPARK_TILE_H
+#define DSPARK_TILE_H
+
+#include "vec.h"
+
+#if VW == 16
+#define MR 12
+#define PANELS(m) ((m) <= 3 ? 4 : (m) <= 6 ? 2 : 1)
+#else
+#define MR 6
+#define PANELS(m) ((m) == 1 ? 4 : (m) <= 3 ? 2 : 1)
+#endif
+#define MAX_PANELS 4
+
+/* How NR consecutive columns of one k lie in memory. PAIRED: 32-bit lane j holds bf16 column j (low half) and
+ * column j + VW (high half), so one load, one shift and one mask give two vectors. */
+enum { W_F32 = 0, W_PAIRED = 1, W_BF16 = 2 };
+
+INLINE void load_columns(const char *w, const int kind, vf *a, vf *b) {
+    if (kind == W_F32) {
+        *a = vload((const float *)w);
+        *b = vload((const float *)w + VW);
+    } else if (kind == W_PAIRED) {
+        vu u = *(const vuu *)w;
+        *a = (vf)(u << 16);
+        *b = (vf)(u & 0xffff0000u);
+    } else {
+        *a = vload_as(w, 0, BF16);
+        *b = vload_as(w, VW, BF16);
+    }
+}
+
+/* x[m*xrow + k*xk]; column block of k at w + k*wk, panel p at + p*wpanel (bytes); c[m*crow + column]. */
+INLINE void tile(const int M, const int P, const int kind, const int add, int64_t K, const float *x, int64_t xrow,
+                 int64_t xk, const char *w, int64_t wk, int64_t wpanel, float *c, int64_t crow) {
+    vf acc[MR][MAX_PANELS][2];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) {
+            acc[m][p][0] = add ? vload(c + m * crow + p * NR) : vset1(0.0f);
+            acc[m][p][1] = add ? vload(c + m * crow + p * NR + VW) : vset1(0.0f);
+        }
+    for (int64_t k = 0; k < K; k++) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) {
+            vf a, b;
+            load_columns(w + p * wpanel, kind, &a, &b);
+#pragma GCC unroll 16
+            for (int m = 0; m < M; m++) {
+                vf xm = vset1(x[m * xrow]);
+                acc[m][p][0] = vfma(xm, a, acc[m][p][0]);
+                acc[m][p][1] = vfma(xm, b, acc[m][p][1]);
+            }
+        }
+        x += xk;
+        w += wk;
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) {
+            vstore(c + m * crow + p * NR, acc[m][p][0]);
+            vstore(c + m * crow + p * NR + VW, acc[m][p][1]);
+        }
+}
+
+#if VW == 16
+#define FOR_EACH_M(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7) F(8) F(9) F(10) F(11) F(12)
+#else
+#define FOR_EACH_M(F) F(1) F(2) F(3) F(4) F(5) F(6)
+#endif
+
+#endif

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from dspark.bench.acceptance import acceptance, by_domain
+from dspark.contracts import Round
+
+
+def a_round(verified: int, accepted: int, slots: int = 3) -> Round:
+    return Round(anchor=0, drafted=(1,) * slots, verified=verified, accepted=accepted)
+
+
+def test_hand_computed() -> None:
+    got = acceptance([a_round(3, 0), a_round(3, 1), a_round(3, 3), a_round(1, 1)], 3)
+    assert got.rounds == 4 and got.accepted == 5 / 4 and got.tau == 9 / 4
+    # slot 0 tried in all four and accepted in three; slot 1 tried in two (the fourth round verified one draft only)
+    assert got.per_slot == (3 / 4, 1 / 2, 1.0)
+
+
+def test_no_rounds_and_domains() -> None:
+    assert acceptance([], 2).tau == 1.0 and acceptance([], 2).per_slot == (None, None)
+    got = by_domain([("math", [a_round(3, 3)]), ("chat", [a_round(3, 0)]), ("math", [])], 3)
+    assert list(got) == ["overall", "chat", "math"]
+    assert got["overall"].tau == 2.5 and got["math"].tau == 4.0 and got["chat"].tau == 1.0

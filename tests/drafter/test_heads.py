@@ -1,0 +1,62 @@
+"""The sequential and confidence heads against their formulas, and functions whose bits do not depend on the place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dspark.contracts import DsparkError
+from dspark.drafter.confidence import ConfidenceHead
+from dspark.drafter.layers import sigmoid, tanh
+
+VALUES = torch.cat([torch.linspace(-12, 12, 5003), torch.tensor([0.0, -0.0, 1e-8, -200.0, 200.0])])
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(sigmoid, torch.sigmoid), (tanh, torch.tanh)])
+def test_values_and_bits(ours, theirs):
+    exact = theirs(VALUES.double())
+    got = ours(VALUES, False)
+    assert (got.double() - exact).abs().max() < 2e-7
+    for i in (0, 7, 4999, 5004):
+        assert torch.equal(ours(VALUES[i : i + 1], False)[0], got[i])
+    assert torch.equal(ours(VALUES, True), theirs(VALUES))
+
+
+def test_gated_and_rnn_formulas(drafter):
+    generator = torch.Generator().manual_seed(3)
+    hidden, ids = torch.randn(5, 24, generator=generator), torch.tensor([0, 60, 7, 7, 1])
+    gated = drafter(markov_rank=6, markov_head="gated").train()
+    head = gated.markov_head
+    e = head.markov_w1.weight[ids]
+    gate = torch.sigmoid(torch.cat([hidden, e], 1) @ head.gate_proj.weight.T + head.gate_proj.bias)
+    bias, state, embedding = gated.slot_bias(None, hidden, ids)
+    torch.testing.assert_close(bias, (gate * e) @ head.markov_w2.weight.T)
+    assert state is None
+    assert torch.equal(embedding, e)
+
+    rnn = drafter(markov_rank=6, markov_head="rnn").train()
+    head, s = rnn.markov_head, torch.zeros(5, 6)
+    e = head.markov_w1.weight[ids]
+    state = None
+    for _ in range(3):
+        joint = torch.cat([s, e, hidden], 1) @ head.joint_proj.weight.T + head.joint_proj.bias
+        g, c, o = joint.chunk(3, dim=1)
+        bias, state, _ = rnn.slot_bias(state, hidden, ids)
+        torch.testing.assert_close(bias, torch.tanh(o) @ head.markov_w2.weight.T)
+        s = torch.sigmoid(g) * s + (1 - torch.sigmoid(g)) * torch.tanh(c)
+        torch.testing.assert_close(state, s)
+
+
+def test_confidence_head_is_findable_and_has_a_temperature_per_slot():
+    head = ConfidenceHead(n_embed=8, markov_rank=3, num_steps=4).train()
+    torch.nn.init.normal_(head.proj.weight, generator=torch.Generator().manual_seed(0))
+    logits = head(torch.ones(2, 4, 8), torch.ones(2, 4, 3))
+    assert head.temperatures == (1.0,) * 4
+    torch.testing.assert_close(head.rates(logits), torch.sigmoid(logits))
+    head.set_temperatures([1.0, 2.0, 4.0, 8.0])
+    torch.testing.assert_close(head.rates(logits), torch.sigmoid(logits / torch.tensor([1.0, 2.0, 4.0, 8.0])))
+    torch.testing.assert_close(head.rates(logits[:, :2]), torch.sigmoid(logits[:, :2] / torch.tensor([1.0, 2.0])))
+    assert set(head.state_dict()) == {"proj.weight", "proj.bias"}
+    for bad in ([1.0], [1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, float("nan")]):
+        with pytest.raises(DsparkError, match="temperatures"):
+            head.set_temperatures(bad)

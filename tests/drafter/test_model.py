@@ -1,0 +1,204 @@
+"""The draft model: training and drafting agree bit for bit, a block depends on itself alone, nothing of the target is
+owned."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from dspark.contracts import DsparkError
+
+HEADS = ("none", "vanilla", "gated", "rnn")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def fields_of(head: str) -> dict:
+    if head == "none":
+        return {"confidence_head": True}
+    return {"markov_head": head, "markov_rank": 6, "confidence_head": True, "confidence_with_markov": True}
+
+
+def forced(model, data, blocks=None):
+    blocks = data.blocks if blocks is None else blocks
+    return model.teacher_forced(*blocks.inputs(model.encode(data.features, data.positions)))
+
+
+def propose(model, data, gamma=None):
+    """Greedy proposal, and the logits each choice saw."""
+    seen = []
+
+    def choose(slot, logits):
+        assert slot == len(seen)
+        seen.append(logits)
+        return model.vocab_ids(logits.argmax(-1))
+
+    b = data.blocks
+    context = model.encode(data.features, data.positions)
+    proposal = model.propose(b.anchor_ids, b.anchor_positions, context, b.begin, b.end, choose, gamma)
+    return proposal, torch.stack(seen, dim=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("extra", [{}, {"draft_vocab_size": 20}, {"sliding_window": 5}, {"sample_from_anchor": False}])
+def test_teacher_forced_equals_propose_bit_for_bit(drafter, batch, dtype, head, extra):
+    model = drafter(dtype, **fields_of(head), **extra).eval()
+    data = batch(model.config, dtype=dtype)
+    proposal, seen = propose(model, data)
+    b = data.blocks
+    context = model.encode(data.features, data.positions)
+    out = model.teacher_forced(b.anchor_ids, b.anchor_positions, proposal.token_ids, context, b.begin, b.end)
+    assert proposal.token_ids.shape == (15, model.config.num_predictions)
+    assert torch.equal(out.logits, seen)
+    assert torch.equal(out.confidence_logits, proposal.confidence_logits)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_shorter_gamma_draws_the_same_tokens(drafter, batch, head):
+    model = drafter(**fields_of(head)).eval()
+    data = batch(model.config)
+    whole, short = propose(model, data), propose(model, data, gamma=2)
+    assert torch.equal(short[0].token_ids, whole[0].token_ids[:, :2])
+    assert torch.equal(short[1], whole[1][:, :2])
+    assert torch.equal(short[0].confidence_logits, whole[0].confidence_logits[:, :2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head", HEADS)
+def test_a_block_does_not_depend_on_its_batch(drafter, batch, dtype, head):
+    """Alone, reversed, and with the context moved to other arena rows: the same bits."""
+    model = drafter(dtype, **fields_of(head)).eval()
+    data = batch(model.config, dtype=dtype)
+    b, context = data.blocks, model.encode(data.features, data.positions)
+    whole = model.teacher_forced(*b.inputs(context))
+    back = torch.arange(15).flip(0)
+    args = [t[back] for t in (b.anchor_ids, b.anchor_positions, b.labels)]
+    turned = model.teacher_forced(*args, context, b.begin[back], b.end[back])
+    assert torch.equal(turned.logits, whole.logits[back])
+    moved = [tuple(torch.cat([torch.full_like(t[:11], float("nan")), t]) for t in layer) for layer in context]
+    for i in (0, 7, 14):
+        args = [t[i : i + 1] for t in (b.anchor_ids, b.anchor_positions, b.labels)]
+        alone = model.teacher_forced(*args, moved, b.begin[i : i + 1] + 11, b.end[i : i + 1] + 11)
+        assert torch.equal(alone.logits[0], whole.logits[i])
+        assert torch.equal(alone.confidence_logits[0], whole.confidence_logits[i])
+    part = model.encode(data.features[9:], data.positions[9:])
+    for layer, rest in zip(context, part, strict=True):
+        assert all(torch.equal(a[9:], b) for a, b in zip(layer, rest, strict=True))
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("extra", [{}, {"sliding_window": 5}, {"qk_norm": False}, {"draft_vocab_size": 20}])
+def test_training_path_agrees_with_inference_path(drafter, batch, head, extra):
+    biases = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}
+    model = drafter(**fields_of(head), **extra, **biases)
+    data = batch(model.config)
+    one, two = forced(model.train(), data), forced(model.eval(), data)
+    torch.testing.assert_close(one.logits, two.logits, rtol=0, atol=3e-5)
+    torch.testing.assert_close(one.confidence_logits, two.confidence_logits, rtol=0, atol=3e-5)
+    assert one.logits.requires_grad
+    assert not two.logits.requires_grad
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_no_blocks_at_all(drafter, batch, full, training):
+    model = drafter(**full).train(training)
+    out = forced(model, batch(model.config, per_sequence=0))
+    assert out.logits.shape == (0, 4, 61)
+    if training:
+        (out.logits.sum() + out.confidence_logits.sum()).backward()
+
+
+def test_target_weights_are_lent_not_owned(drafter, batch, full):
+    model = drafter(**full)
+    embed, head = (torch.randn(61, 24).requires_grad_() for _ in range(2))
+    model.bind(embed, head).train()
+    forced(model, batch(model.config)).logits.sum().backward()
+    assert embed.grad is None
+    assert head.grad is None
+    owned = {t.data_ptr() for t in model.state_dict().values()}
+    assert not owned & {embed.data_ptr(), head.data_ptr()}
+    shapes = {n for n, t in model.state_dict().items() if tuple(t.shape) == (61, 24)}
+    assert not shapes
+    assert copy.deepcopy(model)._bound is model._bound
+
+
+def test_every_parameter_gets_a_gradient(drafter, batch, full):
+    for head in ("vanilla", "gated", "rnn"):
+        model = drafter(**{**full, "markov_head": head}).train()
+        out = forced(model, batch(model.config))
+        (out.logits.logsumexp(-1).sum() + out.confidence_logits.sum()).backward()
+        assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+
+
+def test_first_slot_is_trained(drafter, batch, full):
+    model = drafter(**full).train()
+    out = forced(model, batch(model.config))
+    out.logits.retain_grad()
+    out.logits[:, 0].logsumexp(-1).sum().backward()
+    assert bool(out.logits.grad[:, 0].any())
+    assert not bool(out.logits.grad[:, 1:].any())
+
+
+def test_stop_gradient_and_a_head_trained_alone(drafter, batch, full):
+    model = drafter(**full, stop_gradient=True).train()
+    forced(model, batch(model.config)).confidence_logits.sum().backward()
+    assert {n for n, p in model.named_parameters() if p.grad is not None} == {
+        "confidence_head.proj.weight", "confidence_head.proj.bias",
+    }  # fmt: skip
+    model = drafter(**full).eval()
+    model.confidence_head.train()
+    data = batch(model.config)
+    out = forced(model, data)
+    assert not out.logits.requires_grad
+    out.confidence_logits.sum().backward()
+    assert {n.split(".")[0] for n, p in model.named_parameters() if p.grad is not None} == {"confidence_head"}
+
+
+def test_foreign_target_is_refused(drafter):
+    with pytest.raises(DsparkError, match=r"\[61, 24\].*\[61, 32\]"):
+        drafter().bind(torch.zeros(61, 32), torch.zeros(61, 32))
+
+
+def test_columns_and_ids(drafter):
+    model = drafter(draft_vocab_size=20)
+    assert torch.equal(model.vocab_ids(model.to_columns(model.draft_ids)), model.draft_ids)
+    absent = torch.tensor([i for i in range(61) if i not in model.draft_ids.tolist()])
+    assert bool((model.to_columns(absent) == -1).all())
+
+
+def test_same_seed_same_weights(drafter):
+    torch.manual_seed(0)
+    one, two, other = drafter(seed=5), drafter(seed=5), drafter(seed=6)
+    assert torch.equal(one.fc.weight, two.fc.weight)
+    assert not torch.equal(one.fc.weight, other.fc.weight)
+    assert torch.initial_seed() == 0
+
+
+@pytest.mark.parametrize("convention", [True, False])
+def test_overfitting_one_sequence_drafts_it_whole(drafter, batch, full, convention):
+    """Both conventions learn a sequence and then propose it; read the other way, the same weights fall apart."""
+    model = drafter(**full, sample_from_anchor=convention, block_size=4 if convention else 5).train()
+    data = batch(model.config, lengths=(24,), per_sequence=0)
+    anchors = torch.arange(2, 18)
+    blocks = type(data.blocks)(
+        data.ids[anchors], anchors, data.ids[anchors[:, None] + 1 + torch.arange(4)],
+        torch.ones(16, 4, dtype=torch.bool), torch.zeros_like(anchors), anchors,
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        logits = forced(model, data, blocks).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), blocks.labels.flatten()).backward()
+        optimizer.step()
+    data = type(data)(data.ids, data.offsets, data.features, data.positions, blocks, data.sequence)
+    assert torch.equal(propose(model.eval(), data)[0].token_ids, blocks.labels)
+    values = {**model.config.to_dict(), "sample_from_anchor": not convention}
+    values["block_size"] = 5 if convention else 4
+    wrong = drafter(**{k: v for k, v in values.items() if k in ("sample_from_anchor", "block_size")}, **full)
+    wrong.load_state_dict(model.state_dict())
+    wrong.bind(model._bound._embed, model._bound._head)
+    tokens = propose(wrong.eval(), data)[0].token_ids
+    width = min(tokens.shape[1], 4)
+    assert (tokens[:, :width] == blocks.labels[:, :width]).float().mean() < 0.5

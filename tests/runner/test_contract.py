@@ -1,0 +1,141 @@
+"""The reproducibility contract: ids and fp32 log-probabilities are the same floats whatever the rest of the run does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from dspark.contracts import DsparkError, Request, SamplingParams
+from dspark.runner import Engine, EngineOptions
+from tests.runner.conftest import counts, make_drafter, make_requests, make_target, outputs
+
+SHAPES = [{"temperature": 0.9}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.0, "top_k": 5}, {"temperature": 0.0}]
+
+
+def engine(target, drafter=None, **options) -> Engine:
+    return Engine(target, drafter, EngineOptions(**options))
+
+
+def assert_speculated(completions) -> None:
+    drafted, accepted, rejected = counts(completions)
+    assert drafted > 0 and accepted > 0 and rejected > 0, f"inconclusive: {drafted=} {accepted=} {rejected=}"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_coupled_speculation_is_the_targets_own_sample(target, drafter, shape) -> None:
+    requests = make_requests(12, **shape)
+    plain = engine(target).generate(requests)
+    speculative = engine(target, drafter).generate(requests)
+    assert_speculated(speculative)
+    assert outputs(speculative) == outputs(plain)
+
+
+def test_greedy_verifier_equals_plain_greedy(target, drafter) -> None:
+    requests = make_requests(12, temperature=0.0)
+    speculative = engine(target, drafter, verifier="greedy").generate(requests)
+    assert_speculated(speculative)
+    assert outputs(speculative) == outputs(engine(target).generate(requests))
+
+
+@pytest.mark.parametrize("verifier", ["coupled", "rejection"])
+@pytest.mark.parametrize("with_drafter", [False, True], ids=["plain", "speculative"])
+def test_batch_order_and_chunks_do_not_matter(target, drafter, verifier, with_drafter) -> None:
+    requests = make_requests(9)
+    model = drafter if with_drafter else None
+    reference = engine(target, model, verifier=verifier).generate(requests)
+    if with_drafter:
+        assert_speculated(reference)
+    for options in ({"max_batch": 1}, {"max_batch": 4, "prefill_chunk": 1}, {"prefill_chunk": 5}, {"kv_tokens": 61}):
+        got = engine(target, model, verifier=verifier, **options).generate(requests)
+        assert outputs(got) == outputs(reference), options
+        assert [c.rounds for c in got] == [c.rounds for c in reference], options
+    order = list(range(9))
+    random.Random(3).shuffle(order)
+    shuffled = engine(target, model, verifier=verifier).generate([requests[i] for i in order])
+    assert outputs(shuffled) == [outputs(reference)[i] for i in order]
+
+
+@pytest.mark.parametrize("verify_tokens", [0, 1, 2, 3, 4])
+def test_verification_width_does_not_matter(target, drafter, verify_tokens) -> None:
+    requests = make_requests(6)
+    reference = outputs(engine(target).generate(requests))
+    assert outputs(engine(target, drafter, verify_tokens=verify_tokens).generate(requests)) == reference
+    capped = engine(target, drafter, verify_tokens=verify_tokens, commit_to_cap=True).generate(requests)
+    assert outputs(capped) == reference
+
+
+def test_drafters_are_interchangeable(target) -> None:
+    requests = make_requests(6)
+    reference = outputs(engine(target).generate(requests))
+    for changes in ({"seed": 9}, {"markov_head": "gated"}, {"markov_rank": 0, "confidence_with_markov": False}):
+        assert outputs(engine(target, make_drafter(target, **changes)).generate(requests)) == reference
+    reduced = make_drafter(target, draft_ids=[0, 2, 3, 7, 8, 11])
+    got = engine(target, reduced).generate(requests)
+    assert_speculated(got)
+    assert outputs(got) == reference
+
+
+def test_score_gives_the_samplers_bits(target, drafter) -> None:
+    requests = make_requests(6, temperature=0.7, top_p=0.9)
+    scorer = engine(target)
+    for request, done in zip(requests, engine(target, drafter).generate(requests), strict=True):
+        logprobs, raw = scorer.score(request.prompt_ids, done.token_ids, request.params)
+        assert torch.equal(logprobs, torch.tensor(done.logprobs))
+        assert torch.equal(raw, torch.tensor(done.raw_logprobs))
+
+
+def test_thread_count_does_not_matter(target, drafter) -> None:
+    requests = make_requests(5)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = outputs(engine(target, drafter).generate(requests))
+        torch.set_num_threads(2)
+        two = outputs(engine(target, drafter).generate(requests))
+    finally:
+        torch.set_num_threads(threads)
+    assert one == two
+
+
+def test_stop_inside_an_accepted_run_ends_the_sequence() -> None:
+    target = make_target(torch.float32)
+    drafter = make_drafter(target)
+    requests = make_requests(20, stop_ids=(3, 4, 5), max_tokens=40)
+    plain = engine(target).generate(requests)
+    speculative = engine(target, drafter).generate(requests)
+    assert outputs(plain) == outputs(speculative)
+    stopped = [c for c in speculative if c.finish_reason == "stop"]
+    assert stopped and any(c.rounds and c.rounds[-1].accepted == len(c.rounds[-1].drafted) for c in stopped)
+    for completion in speculative:
+        assert not set(completion.token_ids[:-1]) & {3, 4, 5}
+        ended = completion.token_ids[-1] in (3, 4, 5)
+        assert completion.finish_reason == ("stop" if ended else "length")
+
+
+def test_budget_is_exact_and_rounds_add_up(target, drafter) -> None:
+    for budget in (1, 2, 3, 5, 6):
+        for done in engine(target, drafter).generate(make_requests(5, max_tokens=budget)):
+            assert len(done.token_ids) == budget == len(done.logprobs) == len(done.raw_logprobs)
+            # The first token comes from the prompt's own pass; a round adds its accepted drafts and one more; a last
+            # single token is produced without a draft.
+            added = sum(r.accepted + 1 for r in done.rounds)
+            assert budget - 1 - added in (0, 1)
+
+
+def test_logprobs_are_finite_and_not_positive(target, drafter) -> None:
+    for done in engine(target, drafter).generate(make_requests(5, top_k=3)):
+        assert all(-1e9 < value <= 0.0 for value in (*done.logprobs, *done.raw_logprobs))
+
+
+def test_user_mistakes_are_said() -> None:
+    target = make_target(torch.float32)
+    with pytest.raises(DsparkError, match="verify_tokens"):
+        engine(target, make_drafter(target), verify_tokens=5)
+    with pytest.raises(DsparkError, match="temperature 0"):
+        engine(target, verifier="greedy").generate(make_requests(1))
+    with pytest.raises(DsparkError, match="prompt \\+ max_tokens"):
+        engine(target).generate([Request((1,) * 250, SamplingParams(max_tokens=50))])
+    with pytest.raises(DsparkError, match="verifier"):
+        EngineOptions(verifier="typical")

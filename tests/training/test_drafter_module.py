@@ -1,0 +1,166 @@
+"""The drafter module on a tiny target: gradients, learning, broken samples, what validation and checkpoints leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dspark.contracts import DsparkError
+from dspark.training.callbacks import DraftOnly
+from dspark.training.checkpoint import CHECKPOINT_KEY, load_drafter
+from dspark.training.data import TrajectoryDataModule
+from dspark.training.vocabulary import draft_vocabulary
+
+
+def fit(tiny: Any, module: Any, path: Path, tmp_path: Path, steps: int, **options: Any) -> tuple[Any, Any]:
+    data = TrajectoryDataModule([str(path)], val=[str(path)], token_budget=60)
+    trainer = tiny.make_trainer(tmp_path, steps, **options)
+    trainer.fit(module, data)
+    return trainer, data
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_every_parameter_and_slot_zero_get_gradient(tiny: Any, target: Any, data_dir: Path, tmp_path: Path, head: str) -> None:
+    module = tiny.make_module(markov_head=head)
+    trainer, data = fit(tiny, module, data_dir, tmp_path, 1, limit_val_batches=0)
+    module.train()
+    judged = module._judge(next(iter(data.train_dataloader())))
+    judged.output.logits.retain_grad()
+    module._combine(module._loss_terms(judged))[0].backward()
+    counted = judged.output.logits.grad.abs().sum(-1) > 0
+    assert torch.equal(counted, judged.counted)
+    assert bool(counted[:, 0].all())
+    assert all(p.grad is not None for p in module.parameters())
+    assert not target.embed_weight.requires_grad
+    assert target.embed_weight.grad is None
+
+
+def test_training_learns_one_sequence_by_heart(tiny: Any, target: Any, tmp_path: Path) -> None:
+    path = tiny.write_directory(tmp_path / "one", rows=tiny.make_rows(1))
+    module = tiny.make_module(total_steps=70, lr=2e-2, losses={"ce": 1.0, "l1": 0.0})
+    trainer, data = fit(tiny, module, path, tmp_path, 70, limit_val_batches=0)
+    module.drafter.eval()
+    batch = next(iter(data.val_dataloader()))
+    judged = module._judge(batch)
+    agree = (judged.output.logits.argmax(-1) == judged.blocks.labels) & judged.counted
+    lengths = 1 + agree.long().cumprod(-1).sum(-1)
+    assert float(lengths.float().mean()) > 0.9 * float(1 + judged.counted.sum(-1).float().mean())
+
+
+def test_validation_reports_and_training_mode_comes_back(tiny: Any, target: Any, data_dir: Path, tmp_path: Path) -> None:
+    module = tiny.make_module(draft_vocab_size=25)
+    trainer, _ = fit(tiny, module, data_dir, tmp_path, 2, val_check_interval=1)
+    logged = trainer.callback_metrics
+    assert 1.0 <= float(logged["val/tau"]) <= 4.0
+    assert all(0.0 <= float(logged[f"val/acceptance_{k}"]) <= 1.0 for k in range(3))
+    assert float(logged["val/l1"]) <= 2.0
+    assert module.training
+    assert module.drafter.training
+
+
+def test_tau_equals_a_hand_computed_value() -> None:
+    from dspark.training.metrics import expected_tau
+
+    rates = torch.tensor([[0.5, 0.5, 0.9], [0.25, 0.0, 1.0], [0.3, 0.3, 0.3]])
+    counted = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
+    total, count = expected_tau(rates, counted)
+    assert float(count) == 2
+    assert abs(float(total) - (1.75 + 1.25)) < 1e-6
+
+
+def test_a_sample_with_nan_features_is_skipped_and_counted(
+    tiny: Any, target: Any, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, poisoned = target.forward_sequences, []
+
+    def forward(sequences: Any, taps: Any) -> Any:
+        hidden, features, offsets = real(sequences, taps)
+        if not poisoned:
+            poisoned.append(True)
+            features[int(offsets[1]) - 1, 3] = float("nan")
+        return hidden, features, offsets
+
+    monkeypatch.setattr(target, "forward_sequences", forward)
+    module = tiny.make_module()
+    fit(tiny, module, data_dir, tmp_path, 3, limit_val_batches=0)
+    assert module.skips.skipped == 1
+    assert all(bool(p.isfinite().all()) for p in module.parameters())
+
+
+def test_too_many_broken_samples_end_the_run(
+    tiny: Any, target: Any, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = target.forward_sequences
+
+    def forward(sequences: Any, taps: Any) -> Any:
+        hidden, features, offsets = real(sequences, taps)
+        return hidden, features * float("nan"), offsets
+
+    monkeypatch.setattr(target, "forward_sequences", forward)
+    with pytest.raises(DsparkError, match="NaN"):
+        fit(tiny, tiny.make_module(), data_dir, tmp_path, 3, limit_val_batches=0)
+
+
+def test_checkpoint_holds_the_draft_model_alone_and_loads_safely(
+    tiny: Any, target: Any, data_dir: Path, tmp_path: Path
+) -> None:
+    module = tiny.make_module(draft_vocab_size=25)
+    trainer, _ = fit(tiny, module, data_dir, tmp_path, 2, callbacks=[DraftOnly()])
+    path = tmp_path / "draft.ckpt"
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)
+    assert {k.split(".")[0] for k in saved["state_dict"]} == {"drafter"}
+    assert saved[CHECKPOINT_KEY]["draft_vocab_size"] == 25
+    assert saved["hyper_parameters"]["drafter"]["block_size"] == 3
+    draft_bytes = sum(t.numel() * t.element_size() for t in module.drafter.state_dict().values())
+    assert path.stat().st_size < 3 * draft_bytes + 80_000  # weights and two Adam moments
+    again = load_drafter(path, target)
+    for name, tensor in module.drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_a_frozen_target_in_the_tree_would_be_noticed(tiny: Any) -> None:
+    from dspark.training.callbacks import assert_draft_only
+
+    with pytest.raises(AssertionError, match="target"):
+        assert_draft_only({"state_dict": {"drafter.fc.weight": 0, "target.embed": 0}})
+
+
+def test_a_checkpoint_of_another_target_is_refused(tiny: Any, target: Any, data_dir: Path, tmp_path: Path) -> None:
+    trainer, _ = fit(tiny, tiny.make_module(), data_dir, tmp_path, 1, limit_val_batches=0)
+    trainer.save_checkpoint(tmp_path / "d.ckpt")
+    other = tiny.make_target()
+    other.__dict__["fingerprint"] = "f" * 64
+    with pytest.raises(DsparkError, match="trained for"):
+        load_drafter(tmp_path / "d.ckpt", other)
+    with pytest.raises(DsparkError, match="expected"):
+        load_drafter(tmp_path / "missing.ckpt", target)
+
+
+def test_reduced_vocabulary_ties_go_to_lower_ids_and_keep_stops() -> None:
+    counts = torch.tensor([0, 5, 5, 0, 5, 2])
+    assert draft_vocabulary(counts, 3, [3]).tolist() == [1, 2, 3]
+    with pytest.raises(DsparkError, match="draft_vocab_size"):
+        draft_vocabulary(counts, 0, [3])
+
+
+def test_a_stop_id_as_mask_is_refused(tiny: Any, target: Any, data_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(DsparkError, match="mask_token_id"):
+        fit(tiny, tiny.make_module(mask_token_id=3), data_dir, tmp_path, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("confidence", [True, False])
+@pytest.mark.parametrize("alphas", [{"ce": 1.0, "l1": 0.0, "confidence": 0.0}, {}])
+def test_every_combination_of_heads_and_losses_runs(
+    tiny: Any, target: Any, data_dir: Path, tmp_path: Path, rank: int, confidence: bool, alphas: dict[str, float]
+) -> None:
+    with_markov = confidence and rank > 0
+    module = tiny.make_module(
+        losses=alphas, markov_rank=rank, confidence_head=confidence, confidence_with_markov=with_markov
+    )
+    trainer, _ = fit(tiny, module, data_dir, tmp_path, 1, limit_val_batches=1)
+    assert float(trainer.callback_metrics["train/loss"]) > 0

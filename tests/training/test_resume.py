@@ -1,0 +1,83 @@
+"""N steps straight equal N/2, resume, N/2: bit for bit, in the middle of an epoch and at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dspark.contracts import DsparkError
+from dspark.training.callbacks import LastCheckpoint, PurgeOnResume, ResumableTensorBoard, SampleLog
+from dspark.training.data import TrajectoryDataModule
+
+STEPS = 8
+
+
+def run(tiny: Any, data_dir: Path, root: Path, steps: int, resume: Path | None = None, **options: Any) -> tuple[Any, Any, Any]:
+    data = TrajectoryDataModule([str(data_dir)], val=[str(data_dir)], token_budget=60, anchors_per_sequence=4)
+    log = SampleLog()
+    callbacks = [log, LastCheckpoint(str(root), every_n_train_steps=1000), *options.pop("callbacks", [])]
+    trainer = tiny.make_trainer(root, steps, callbacks=callbacks, enable_checkpointing=True, **options)
+    module = tiny.make_module(total_steps=STEPS)
+    trainer.fit(module, data, ckpt_path=resume, weights_only=True if resume else None)
+    return trainer, module, log
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4, 5])  # an epoch has 4 batches
+def test_resume_is_exact(tiny: Any, target: Any, data_dir: Path, tmp_path: Path, cut: int) -> None:
+    straight, whole, all_lines = run(tiny, data_dir, tmp_path / "whole", STEPS)
+    assert straight.num_training_batches == 4
+    _, _, first = run(tiny, data_dir, tmp_path / "half", cut)
+    resumed, second_module, second = run(tiny, data_dir, tmp_path / "rest", STEPS, tmp_path / "half" / "last.ckpt")
+    assert first.lines + second.lines == all_lines.lines
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(second_module.state_dict()[name], tensor), name
+    states = [t.optimizers[0].state_dict()["state"] for t in (straight, resumed)]
+    assert len(states[0]) == len(list(whole.parameters())) > 0
+    for key, state in states[0].items():
+        assert float(state["step"]) == STEPS
+        assert bool(state["exp_avg_sq"].abs().sum() > 0)
+        for name, value in state.items():
+            assert torch.equal(states[1][key][name], value), (key, name)
+    assert straight.lr_scheduler_configs[0].scheduler.state_dict()["last_epoch"] == STEPS
+    assert resumed.lr_scheduler_configs[0].scheduler.state_dict()["last_epoch"] == STEPS
+
+
+def test_resume_after_a_kill_in_the_middle_of_an_epoch(tiny: Any, target: Any, data_dir: Path, tmp_path: Path) -> None:
+    """The checkpoint is one that the run wrote on its way (every 3 steps), not one written at its end."""
+    _, whole, all_lines = run(tiny, data_dir, tmp_path / "whole", STEPS)
+    on_the_way = LastCheckpoint(str(tmp_path / "way"), every_n_train_steps=3)
+    on_the_way.on_train_end = lambda *_: None
+    run(tiny, data_dir, tmp_path / "first", 5, callbacks=[on_the_way], val_check_interval=2)
+    _, module, lines = run(tiny, data_dir, tmp_path / "rest", STEPS, tmp_path / "way" / "last.ckpt", val_check_interval=2)
+    assert lines.lines == all_lines.lines[3:]
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(module.state_dict()[name], tensor), name
+
+
+def test_resume_with_another_shape_is_refused(tiny: Any, target: Any, data_dir: Path, tmp_path: Path) -> None:
+    run(tiny, data_dir, tmp_path / "half", 2)
+    data = TrajectoryDataModule([str(data_dir)], token_budget=60)
+    with pytest.raises(DsparkError, match="block_size"):
+        tiny.make_trainer(tmp_path, 4).fit(
+            tiny.make_module(block_size=2), data, ckpt_path=tmp_path / "half" / "last.ckpt", weights_only=True
+        )
+
+
+def test_tensorboard_goes_on_in_the_same_folder_and_purges(tiny: Any, target: Any, data_dir: Path, tmp_path: Path) -> None:
+    def logger() -> ResumableTensorBoard:
+        return ResumableTensorBoard("run", save_dir=str(tmp_path / "tb"))
+
+    run(tiny, data_dir, tmp_path / "half", 5, logger=logger(), callbacks=[PurgeOnResume()])
+    again = logger()
+    run(tiny, data_dir, tmp_path / "rest", STEPS, tmp_path / "half" / "last.ckpt", logger=again, callbacks=[PurgeOnResume()])
+    assert again.resumed_at == 5
+    assert Path(again.log_dir) == tmp_path / "tb" / "run"
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(again.log_dir)
+    events.Reload()
+    steps = [event.step for event in events.Scalars("train/loss")]
+    assert steps == sorted(set(steps))
+    assert len(steps) == STEPS
