@@ -106,7 +106,7 @@ def tensor_hash(tensor: torch.Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
     if flat.numel():
-        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

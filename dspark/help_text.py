@@ -31,6 +31,13 @@ def _fill_one(paragraph: str, indent: str) -> str:
     return textwrap.fill(" ".join(lines), WIDTH, initial_indent=indent, subsequent_indent=indent)
 
 
+def _continued(line: str) -> str:
+    """A command too long for the page, continued as a shell would have it."""
+    indent = line[: len(line) - len(line.lstrip())]
+    lines = textwrap.wrap(line.strip(), WIDTH - 2, initial_indent=indent, subsequent_indent=indent + "    ")
+    return " \\\n".join(lines) if len(line) > WIDTH else line
+
+
 class PageFormatter(argparse.RawDescriptionHelpFormatter):
     """Options at 80 columns, with defaults where there is one worth saying."""
 
@@ -50,7 +57,7 @@ class PageParser(argparse.ArgumentParser):
         super().__init__(
             prog=prog,
             description=fill(description),
-            epilog=inspect.cleandoc(epilog) if epilog else None,
+            epilog="\n".join(map(_continued, inspect.cleandoc(epilog).splitlines())) if epilog else None,
             formatter_class=PageFormatter,
             allow_abbrev=False,
         )

@@ -41,6 +41,7 @@ QUIET = (
     r".*isinstance\(treespec, LeafSpec\).*",
     r"Checkpoint directory .* exists and is not empty.*",
     r".*litlogger.*|.*litmodels.*",
+    r"The dirpath has changed from .*",  # the folder a checkpoint came from is not where this run writes
     r".*GPU available but not used.*",
     r".*`training_step` returned `None`.*",
 )

@@ -78,12 +78,23 @@ def _options(cls: Any, prefix: str = "") -> Iterable[str]:
 
 def _unknown(name: str, allowed: Iterable[str]) -> str:
     allowed = [option for option in allowed if option not in ("", "help")]
+    name = _first_unknown(name, allowed)
     near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.6)
     if near:
         return f"unknown key {name}. Did you mean {near[0]}?"
     siblings = [option for option in allowed if option.rpartition(".")[0] == name.rpartition(".")[0]]
     shown = ", ".join(siblings[:12]) + (", …" if len(siblings) > 12 else "")
     return f"unknown key {name}. " + (f"Allowed here: {shown}." if shown else "Remove it.")
+
+
+def _first_unknown(name: str, allowed: list[str]) -> str:
+    """The shortest prefix of a dotted key that leads nowhere: `dta.class_path` is wrong at `dta`."""
+    parts = name.split(".")
+    for count in range(1, len(parts)):
+        prefix = ".".join(parts[:count])
+        if not any(option == prefix or option.startswith(prefix + ".") for option in allowed):
+            return prefix
+    return name
 
 
 def _where(key: str, sources: Sources, overrides: Sequence[str]) -> str:

@@ -66,7 +66,7 @@ def test_backtracking_follows_the_block_unless_given() -> None:
     assert Settings(use_nextn_decode=7).max_backtracking_tokens == 8
     assert Settings().merge({"use_nextn_decode": 9}).max_backtracking_tokens == 10
     assert Settings.from_env({"DEEPINFER_USE_NEXTN_DECODE": "2"}).max_backtracking_tokens == 6
-    with pytest.raises(DsparkError, match="DEEPINFER_MAX_BACKTRACKING_TOKENS.*at least 8"):
+    with pytest.raises(DsparkError, match=r"DEEPINFER_MAX_BACKTRACKING_TOKENS.*at least 8"):
         Settings.from_env({"DEEPINFER_USE_NEXTN_DECODE": "7", "DEEPINFER_MAX_BACKTRACKING_TOKENS": "6"})
 
 

@@ -25,7 +25,8 @@ class Acceptance:
 
 
 def acceptance(rounds: Iterable[Round], slots: int) -> Acceptance:
-    """Statistics over ``rounds`` for blocks of ``slots`` drafts. With no round at all, tau is 1: nothing was drafted."""
+    """Statistics over ``rounds`` for blocks of ``slots`` drafts. With no round at all, tau is 1: nothing was
+    drafted."""
     tried, passed = [0] * slots, [0] * slots
     count = accepted = 0
     for r in rounds:

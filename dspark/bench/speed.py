@@ -16,8 +16,8 @@ from dspark.runner import Engine
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """tokens/s of both sides and the ratio of B to A, each (min, median, max) over the repeats; mismatched: requests whose
-    token ids or log-probabilities differ between the sides."""
+    """tokens/s of both sides and the ratio of B to A, each (min, median, max) over the repeats; mismatched: requests
+    whose token ids or log-probabilities differ between the sides."""
 
     baseline: tuple[float, float, float]
     candidate: tuple[float, float, float]

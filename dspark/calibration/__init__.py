@@ -1,7 +1,7 @@
 """Calibration: from what the verifier did to confidences that can be trusted, and a report that shows it.
 
 events.py       the input of everything here: logits of the confidence head beside observed acceptances
-metrics.py      the numbers (ECE, Brier, NLL, AUROC, means): pure functions; streaming.py: torchmetrics classes
+measures.py     the numbers (ECE, Brier, NLL, AUROC, means): pure functions; metrics.py: torchmetrics classes
 temperature.py  sequential temperature scaling: fit, apply, a JSON record that refuses to go stale
 scores.py       one row of numbers per estimator, law, domain and slot; bootstrap.py gives them intervals
 report.py       report.json, report.html, TensorBoard; figures.py draws, html.py and text.py set the tables

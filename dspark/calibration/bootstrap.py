@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.calibration.metrics import (
+from dspark.calibration.measures import (
     DEFAULT_BINS,
     auroc_from_counts,
     bin_index,

@@ -113,6 +113,8 @@ class Events:
             _expect(shape == wanted, "draft_max_prob", f"shape {tuple(wanted)}", tuple(shape))
 
     def _check_values(self) -> None:
+        clash = ALL in self.domain and len(set(self.domain)) > 1
+        _expect(not clash, "domain", f"any name but {ALL!r}, which stands for every domain", repr(ALL))
         finite = self.confidence_logits.isfinite().all().item()
         _expect(finite, "confidence_logits", "finite numbers", "NaN or infinity; the head diverged")
         counts = (self.accepted >= 0) & (self.accepted <= self.verified) & (self.verified <= self.num_slots)

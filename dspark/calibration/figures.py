@@ -139,7 +139,7 @@ def _reliability_panel(upper: Axes, lower: Axes, slot: int, sums: dict[str, np.n
         n, p, y = count[full], predicted[full] / count[full], observed[full] / count[full]
         share, colour = count / max(count.sum(), 1), _COLOURS[name]
         upper.plot(p, y, color=colour, linewidth=1, alpha=0.5)
-        upper.scatter(p, y, 8 + 160 * share[full], color=colour, marker=_MARKERS[name], linewidths=0, zorder=3)
+        upper.scatter(p, y, 8 + 160 * share[full], color=colour, marker=_MARKERS[name], lw=0, zorder=3, clip_on=False)
         upper.vlines(p, *_wilson(y, n), color=colour, linewidth=1, alpha=0.45)
         lower.stairs(share, np.linspace(0, 1, len(count) + 1), color=colour, linewidth=1.3)
     total = int(sums["head"][0].sum())

@@ -18,7 +18,7 @@ from dspark.calibration import bootstrap, figures
 from dspark.calibration.board import write_board
 from dspark.calibration.events import ALL, Events
 from dspark.calibration.html import render
-from dspark.calibration.metrics import DEFAULT_BINS
+from dspark.calibration.measures import DEFAULT_BINS
 from dspark.calibration.scores import LAWS, position_prior, reliability, score_rows
 from dspark.calibration.temperature import Calibration
 from dspark.calibration.text import percent, table_lines

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dspark.calibration import bootstrap
 from dspark.calibration.events import Events
-from dspark.calibration.metrics import auroc, bin_index, brier, ece, ece_noise, mass_bin_index, nll, slot_sums
+from dspark.calibration.measures import auroc, bin_index, brier, ece, ece_noise, mass_bin_index, nll, slot_sums
 from dspark.calibration.temperature import Calibration, apply
 
 METRICS = ("ece", "brier", "nll", "auroc", "mean_predicted", "mean_observed")
@@ -92,8 +92,8 @@ def score_rows(
     """Every row of the report: keys estimator, law, domain, slot, events, the metrics, and `interval` per metric."""
     rows = []
     for name, part in events.by_domain():
-        clusters, cluster = _clusters(part)
-        weights = bootstrap.resample_weights(clusters, replicates, key) if clusters > 1 else None
+        num_clusters, cluster = clusters(part)
+        weights = bootstrap.resample_weights(num_clusters, replicates, key) if num_clusters > 1 else None
         for estimator, conditional in estimators(part, calibration, prior).items():
             for law in laws(part, conditional):
                 head = {"estimator": estimator, "law": law.name, "domain": name}
@@ -110,7 +110,7 @@ def reliability(events: Events, calibration: Calibration) -> dict[str, dict[str,
     return result
 
 
-def _clusters(events: Events) -> tuple[int, Tensor]:
+def clusters(events: Events) -> tuple[int, Tensor]:
     """Number of clusters and the cluster of each round [M]: its conversation, or a fixed group of conversations."""
     numbers = {name: i for i, name in enumerate(dict.fromkeys(zip(events.domain, events.conversation, strict=True)))}
     rounds = [numbers[pair] for pair in zip(events.domain, events.conversation, strict=True)]

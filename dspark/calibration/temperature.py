@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dspark import probability
 from dspark.calibration.events import Events
-from dspark.calibration.metrics import DEFAULT_BINS, bin_index, ece, ece_noise, nll
+from dspark.calibration.measures import DEFAULT_BINS, bin_index, ece, ece_noise, nll
 from dspark.contracts import DsparkError
 from dspark.files import atomic_write, read_json
 
@@ -140,7 +141,7 @@ def apply(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
 
 def survival(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
     """Probability that the first k + 1 drafts are all accepted: logits [..., K] to the same shape, fp32."""
-    return apply(logits, temperatures).cumprod(-1)
+    return probability.survival(apply(logits, temperatures))
 
 
 def survival_ece(

@@ -28,7 +28,10 @@ def add_recipe_options(parser: argparse.ArgumentParser, config: type, skip: tupl
         if f.name not in skip:
             default = "required" if f.default is MISSING else _shown(f.default)
             group.add_argument(
-                f"--{f.name}", metavar=str(f.type).split("[")[0].split(" ")[0].upper(), default=None, help=f"[{default}]"
+                f"--{f.name}",
+                metavar=str(f.type).split("[")[0].split(" ")[0].upper(),
+                default=None,
+                help=f"[{default}]",
             )
 
 

@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", help="a folder that `dspark rollout` or `dspark prepare` wrote")
     parser.add_argument("--sample", type=whole_number(1), help="regenerate so many trajectories (default: all)")
     parser.add_argument("--seed", type=whole_number(0), default=0, help="which ones --sample takes")
-    parser.add_argument("--rescore", action="store_true", help="also compare one teacher-forced pass: the trainer's view")
+    parser.add_argument(
+        "--rescore", action="store_true", help="also compare one teacher-forced pass: the trainer's view"
+    )
     parser.add_argument("--target", help="where the target is now (default: as recorded)")
     parser.add_argument("--drafter", help='where the draft model is now; "" for none (default: as recorded)')
     parser.add_argument("--batch_size", type=whole_number(1), default=32, help="sequences in flight; changes nothing")
@@ -44,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
         args.folder, args.sample, args.seed, args.rescore, args.target, args.drafter, args.batch_size, args.quiet
     )
     if args.json:
-        print(json.dumps({**asdict(result), "first_difference": result.first_difference and str(result.first_difference)}))
+        print(
+            json.dumps({**asdict(result), "first_difference": result.first_difference and str(result.first_difference)})
+        )
     else:
         print(as_text(result))
     return 0 if result.ok else 1
@@ -66,9 +70,7 @@ def replay_folder(
     loaded = load(target or config["target"], config["dtype"], config["drafter"] if drafter is None else drafter)
     engine = loaded.engine(config["verifier"], config["gamma"] if loaded.bundle else None, batch_size)
     with progress("replay", quiet=quiet) as bar:
-        return replay(
-            folder, engine, sample, seed, loaded.facts(config["verifier"]), rescore=rescore, on_progress=bar
-        )
+        return replay(folder, engine, sample, seed, loaded.facts(config["verifier"]), rescore=rescore, on_progress=bar)
 
 
 def as_text(result: ReplayResult) -> str:

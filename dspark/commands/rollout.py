@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dspark.commands.recipe_options import add_recipe_options, read_options
-from dspark.commands.running import Loaded, load, progress
+from dspark.commands.running import Loaded, load, progress, resolve_gamma
 from dspark.corpus.prompts import load_prompts
 from dspark.rollouts.collect import collect
 from dspark.rollouts.config import RolloutConfig
@@ -29,7 +30,9 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dspark rollout`."""
     add_recipe_options(parser, RolloutConfig, skip=("commit_to_cap",))
-    parser.add_argument("--commit-to-cap", action="store_true", default=None, help="verify whole blocks, commit at most gamma")
+    parser.add_argument(
+        "--commit-to-cap", action="store_true", default=None, help="verify whole blocks, commit at most gamma"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON object")
 
@@ -42,11 +45,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def roll(config: RolloutConfig, loaded: Loaded | None = None, quiet: bool = False, title: str = "rollout") -> dict[str, Any]:
+def roll(
+    config: RolloutConfig, loaded: Loaded | None = None, quiet: bool = False, title: str = "rollout"
+) -> dict[str, Any]:
     """Run one rollout config to its end. ``loaded``: models already in memory (they must be the config's)."""
     loaded = loaded or load(config.target, config.dtype, config.drafter)
     prompts = load_prompts(config.prompts, loaded.tokenizer, config.split or None, quarantine_path(config.out))
-    engine = loaded.engine(config.verifier, config.gamma, config.batch_size, config.commit_to_cap)  # type: ignore[arg-type]
+    config = replace(config, gamma=resolve_gamma(config.gamma, loaded.bundle))  # so that the manifest holds it
+    engine = loaded.engine(config.verifier, config.gamma, config.batch_size, config.commit_to_cap)
     with progress(title, quiet=quiet) as bar:
         summary = collect(
             prompts.prompts,
@@ -62,7 +68,7 @@ def roll(config: RolloutConfig, loaded: Loaded | None = None, quiet: bool = Fals
 
 
 def quarantine_path(out: str) -> Path:
-    """Where the broken rows of a run's prompt file go: beside its folder, which holds nothing but what the manifest names."""
+    """Where the broken rows of a run's prompt file go: beside its folder, which holds only what the manifest names."""
     return Path(out.rstrip("/") + ".quarantine.jsonl")
 
 

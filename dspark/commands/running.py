@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tqdm import tqdm
@@ -42,13 +42,13 @@ class Loaded:
         tokenizer = self.tokenizer
         return sha256_json([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template or ""])
 
-    def engine(
-        self, verifier: VerifierName, gamma: int | None, max_batch: int = 32, commit_to_cap: bool = False
-    ) -> Engine:
-        """A runner over these models. gamma: drafts verified per round (None: DEEPINFER_USE_NEXTN_DECODE when it is set,
-        else the trained block). Raises DsparkError when it exceeds the trained block."""
+    def engine(self, verifier: str, gamma: int | None, max_batch: int = 32, commit_to_cap: bool = False) -> Engine:
+        """A runner over these models. gamma: drafts verified per round (None: DEEPINFER_USE_NEXTN_DECODE when it is
+        set, else the trained block). Raises DsparkError when it exceeds the trained block."""
         gamma = resolve_gamma(gamma, self.bundle)
-        options = EngineOptions(verifier, max_batch=max_batch, verify_tokens=gamma, commit_to_cap=commit_to_cap)
+        options = EngineOptions(
+            cast(VerifierName, verifier), max_batch=max_batch, verify_tokens=gamma, commit_to_cap=commit_to_cap
+        )
         return Engine(self.target, self.bundle.drafter if self.bundle else None, options)
 
     def facts(self, verifier: str) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Loaded:
         bundle = self.bundle
         return run_facts(
             target=self.target.fingerprint,
-            drafter=bundle.drafter_hash if bundle else None,
+            drafter=bundle.hash if bundle else None,
             calibration=sha256_json(bundle.calibration) if bundle and bundle.calibration else None,
             tokenizer=self.tokenizer_hash,
             verifier=verifier,
@@ -73,16 +73,16 @@ def load(source: str, dtype: str, drafter: str | Path = "") -> Loaded:
     target = load_target(source, dtype)
     bundle = None
     if drafter:
-        bundle = load_bundle(drafter, dtype=target.dtype)
+        bundle = load_bundle(drafter)
         check_target(bundle, target)
-        bundle.drafter.bind(target.embed_weight, target.head_weight)
-        bundle.drafter.eval()
+        bundle.drafter.to(target.dtype).bind(target.embed_weight, target.head_weight).eval()
         _apply_temperature_switch(bundle)
     return Loaded(source, dtype, target, bundle)
 
 
 def resolve_gamma(gamma: int | None, bundle: Bundle | None) -> int | None:
-    """Drafts verified per round, from the recipe and DEEPINFER_USE_NEXTN_DECODE; both with different values: an error."""
+    """Drafts verified per round, from the recipe and DEEPINFER_USE_NEXTN_DECODE; both with different values: an
+    error."""
     settings = Settings.from_env().merge({"use_nextn_decode": gamma or None}, "the recipe (gamma)")
     if gamma is None and "use_nextn_decode" in settings.origins:
         gamma = settings.use_nextn_decode
@@ -99,7 +99,7 @@ def refuse_unbuilt_switches(settings: Settings) -> None:
     }
     for name, on in asked.items():
         if on:
-            raise DsparkError(f"{name}: expected its default, but got another value; this build does not do that yet. Unset it.")
+            raise DsparkError(f"{name}: expected it unset, for this build does not do what it asks for yet. Unset it.")
 
 
 def _apply_temperature_switch(bundle: Bundle) -> None:
@@ -109,12 +109,14 @@ def _apply_temperature_switch(bundle: Bundle) -> None:
         return
     head, values = bundle.drafter.confidence_head, settings.dflash_confidence_head_temperature
     if head is None:
-        raise DsparkError(f"{settings.origins[name]}: expected a draft model with a confidence head, but this one has none.")
+        raise DsparkError(
+            f"{settings.origins[name]}: expected a draft model with a confidence head, but this one has none. Unset it."
+        )
     values = values * len(head.temperatures) if len(values) == 1 else values
     if bundle.calibration is not None and tuple(values) != head.temperatures:
         raise DsparkError(
             f"settings: expected one value for the confidence temperatures, but got {list(values)} from "
-            f"{settings.origins[name]} and {list(head.temperatures)} from the bundle's calibration.json. Remove one of them."
+            f"{settings.origins[name]} and {list(head.temperatures)} from the bundle's calibration. Remove one of them."
         )
     head.set_temperatures(values)
 

@@ -88,7 +88,7 @@ def _attend_train(q: Tensor, k: Tensor, v: Tensor, context: tuple[Tensor, Tensor
     counts, cuts = [g.last - g.first for g in groups], _cuts(groups, context[0].shape[0])
     blocks = zip(q.split(counts), k.split(counts), v.split(counts), strict=True)
     rows = zip(*(part.split(cuts)[1::2] for part in context), strict=True)
-    parts = [_attend_sequence(*b, *r, g.hidden) for b, r, g in zip(blocks, rows, groups, strict=True)]
+    parts = [_attend_sequence(b, r, g.hidden) for b, r, g in zip(blocks, rows, groups, strict=True)]
     out = torch.cat(parts)
     return out if spans.order is None else out[torch.argsort(spans.order)]
 
@@ -104,8 +104,9 @@ def _cuts(groups: list[Group], rows: int) -> list[int]:
     return [*sizes, rows - at]
 
 
-def _attend_sequence(q: Tensor, k: Tensor, v: Tensor, ctx_k: Tensor, ctx_v: Tensor, hidden: Tensor) -> Tensor:
-    """One sequence: q [A,K,Hq,D], block k, v [A,K,G,D], context k, v [S,G,D] -> [A,K,Hq,D]."""
+def _attend_sequence(block: tuple[Tensor, ...], context: tuple[Tensor, ...], hidden: Tensor) -> Tensor:
+    """One sequence: block q [A,K,Hq,D], k, v [A,K,G,D], context k, v [S,G,D] -> [A,K,Hq,D]."""
+    (q, k, v), (ctx_k, ctx_v) = block, context
     anchors, slots, heads, size = q.shape
     kv_heads, rows = k.shape[2], ctx_k.shape[0]
     share = heads // kv_heads
@@ -117,7 +118,7 @@ def _attend_sequence(q: Tensor, k: Tensor, v: Tensor, ctx_k: Tensor, ctx_v: Tens
     own = torch.bmm(q.view(kv_heads * anchors, share * slots, size), k.transpose(1, 2))
     scores = torch.cat([seen, own.view(kv_heads, anchors, share * slots, slots)], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
-    out = torch.bmm(weights[..., :rows].reshape(kv_heads, -1, rows), ctx_v.transpose(0, 1))
+    out = torch.bmm(weights[..., :rows].reshape(*q.shape[:2], rows), ctx_v.transpose(0, 1))
     own_out = torch.bmm(weights[..., rows:].reshape(kv_heads * anchors, share * slots, slots), v)
     out = out.view(kv_heads, anchors, share, slots, size) + own_out.view(kv_heads, anchors, share, slots, size)
     return out.permute(1, 3, 0, 2, 4).reshape(anchors, slots, heads, size)

@@ -62,4 +62,4 @@ def _low_rank(table: Bigrams, values: Tensor, rank: int, seed: int) -> tuple[Ten
 
 def _sparse(table: Bigrams, values: Tensor) -> Tensor:
     index = torch.stack([table.previous, table.next])
-    return torch.sparse_coo_tensor(index, values, (table.rows, table.columns)).coalesce()
+    return torch.sparse_coo_tensor(index, values, (table.rows, table.columns), check_invariants=True).coalesce()

@@ -29,8 +29,10 @@ class ConfidenceHead(nn.Module):
 
     def forward(self, hidden: Tensor, markov_embedding: Tensor | None) -> Tensor:
         """hidden [..., H], markov_embedding [..., r] (unused at markov_rank 0) -> raw logits [...] fp32."""
-        inputs = torch.cat([hidden, markov_embedding], dim=-1) if self.markov_rank else hidden
-        return self.proj(inputs).squeeze(-1)
+        if self.markov_rank:
+            assert markov_embedding is not None, "this head reads the previous token's Markov embedding too"
+            hidden = torch.cat([hidden, markov_embedding], dim=-1)
+        return self.proj(hidden).squeeze(-1)
 
     def set_temperatures(self, temperatures: Sequence[float]) -> None:
         """Raises DsparkError unless there is one positive finite number per slot."""

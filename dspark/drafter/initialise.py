@@ -53,7 +53,7 @@ def initialise_from_target(
     if final_norm is not None:
         drafter.norm.weight.copy_(target._final_norm.to(drafter.dtype) * final_norm)
     if residual_scale is not None:
-        for layer in drafter.layers:
+        for layer in drafter.draft_layers:
             layer.self_attn.o_proj.weight.mul_(residual_scale)
             layer.mlp.down_proj.weight.mul_(residual_scale)
     if bigrams is not None:
@@ -89,6 +89,7 @@ def initialise_markov(drafter: Drafter, pairs: Tensor, counts: Tensor, smoothing
     table = Bigrams(pairs[known, 0], columns[known], counts[known], config.vocab_size, config.num_columns)
     w1, w2 = factorise(table, head.rank, smoothing, seed)
     if isinstance(head, GatedMarkovHead):
+        assert head.gate_proj.bias is not None
         head.gate_proj.weight.zero_()
         head.gate_proj.bias.fill_(_GATE_BIAS)
         w2 = w2 / torch.sigmoid(torch.tensor(_GATE_BIAS))
@@ -104,9 +105,9 @@ def initialise_markov(drafter: Drafter, pairs: Tensor, counts: Tensor, smoothing
 
 def _copy_layers(drafter: Drafter, target: Any, ids: list[int]) -> None:
     _check_fit(drafter, target, ids)
-    for layer, index in zip(drafter.layers, ids, strict=True):
+    for layer, index in zip(drafter.draft_layers, ids, strict=True):
         layer.load_state_dict(_layer_state(target, index), strict=True)
-    norms = torch.stack([layer.input_layernorm.weight for layer in drafter.layers])
+    norms = torch.stack([layer.input_layernorm.weight for layer in drafter.draft_layers])
     drafter.hidden_norm.weight.copy_(norms.float().mean(dim=0))
 
 

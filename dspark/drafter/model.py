@@ -70,6 +70,10 @@ class Drafter(nn.Module):
         start(self, torch.Generator().manual_seed(seed))
 
     @property
+    def draft_layers(self) -> list[DraftLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.fc.weight.dtype
 
@@ -94,7 +98,7 @@ class Drafter(nn.Module):
         """context [N,H] of tokens at positions [N] -> keys (normed, rotated) and values of each layer [N,Hkv,D]."""
         with self._grad():
             rotary = self.rope(positions)
-            return [layer.self_attn.keys_values(context, rotary) for layer in self.layers]
+            return [layer.self_attn.keys_values(context, rotary) for layer in self.draft_layers]
 
     def encode(self, features: Tensor, positions: Tensor) -> ContextKV:
         """features [N, n*H] -> ContextKV, in one go."""
@@ -114,7 +118,7 @@ class Drafter(nn.Module):
         spans = Spans(begin, end, self.config.sliding_window)
         with self._grad():
             x = self._vocabulary.embed(ids, self.dtype)
-            for layer, context in zip(self.layers, context_kv, strict=True):
+            for layer, context in zip(self.draft_layers, context_kv, strict=True):
                 x = layer(x, rotary, context, spans)
             return self.norm(x[:, slots - self.config.num_predictions :])
 
@@ -197,17 +201,13 @@ class Drafter(nn.Module):
         assert 1 <= gamma <= self.config.num_predictions, f"propose: gamma {gamma}"
         hidden = self.backbone(anchor_ids, anchor_positions, context_kv, begin, end)[:, :gamma]
         base, previous, state = self.base_logits(hidden), anchor_ids, None
-        tokens, embeddings = [], []
+        tokens = []
         for slot in range(gamma):
-            bias, state, embedding = self.slot_bias(state, hidden[:, slot], previous)
+            bias, state, _ = self.slot_bias(state, hidden[:, slot], previous)
             previous = choose(slot, base[:, slot].contiguous() if bias is None else base[:, slot] + bias)
             tokens.append(previous)
-            embeddings.append(embedding)
-        confidence = None
-        if self.confidence_head is not None:
-            stacked = torch.stack(embeddings, dim=1) if self.markov_head is not None else None
-            confidence = self.confidence_logits(hidden, stacked)
-        return Proposal(torch.stack(tokens, dim=1), confidence)
+        token_ids = torch.stack(tokens, dim=1)
+        return Proposal(token_ids, self.draft_confidence(hidden, anchor_ids, token_ids))
 
     def to_columns(self, ids: Tensor) -> Tensor:
         """Vocabulary ids [...] -> logit columns [...], -1 where the draft vocabulary lacks the id."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dspark.ops.native import check, dtype_code, lib, out_of_memory, require, threads
+from dspark.ops.native import check, dtype_code, lib, raise_status, refuse, threads
 
 MAX_HEAD_SIZE = 1024
 MAX_GROUP = 256
@@ -13,15 +13,13 @@ MAX_GROUP = 256
 
 def _check_keys(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor) -> None:
     check("attention", q, k, v, begin, end)
-    n, hq, d = q.shape
-    good = k.shape == v.shape and k.dim() == 3 and k.shape[2] == d and k.dtype == v.dtype == q.dtype
-    require(good, "attention", f"k and v [T, Hkv, {d}] of {q.dtype}", (tuple(k.shape), tuple(v.shape), k.dtype))
-    require(hq % k.shape[1] == 0, "attention", "query heads divisible by key heads", (hq, k.shape[1]))
-    ranges = begin.shape == end.shape == (n,) and begin.dtype == end.dtype == torch.int64
-    require(ranges, "attention", f"begin and end [{n}] of int64", (begin.shape, end.shape, begin.dtype))
-    if n:
-        low, high = int(begin.min()), int(end.max())
-        require(low >= 0 and high <= k.shape[0], "attention", f"ranges within 0:{k.shape[0]}", f"{low}:{high}")
+    d = q.shape[2]
+    if k.dim() != 3 or k.shape != v.shape or k.shape[2] != d or not k.dtype == v.dtype == q.dtype:
+        got = f"{tuple(k.shape)} and {tuple(v.shape)} of {k.dtype}"
+        refuse("attention", f"k and v [T, Hkv, {d}] of {q.dtype}", got)
+    if begin.shape != q.shape[:1] or end.shape != begin.shape or not begin.dtype == end.dtype == torch.int64:
+        got = f"{tuple(begin.shape)} and {tuple(end.shape)} of {begin.dtype}"
+        refuse("attention", f"begin and end [{q.shape[0]}] of int64", got)
 
 
 def attention(
@@ -39,25 +37,31 @@ def attention(
     """q[N, Hq, D] over k, v [T, Hkv, D] -> [N, Hq, D]; query n sees rows begin[n]:end[n], then begin2:end2 of k2, v2.
 
     One fp32 softmax over both ranges; a query without any key gives zeros. Query head h reads key head
-    h // (Hq / Hkv). Rows outside a query's ranges are never read into its value, NaN or not. Raises DsparkError on
-    ranges outside the arena, other dtypes, shapes or layouts, and when gradients would be needed.
+    h // (Hq / Hkv). Rows outside a query's ranges never enter its value, NaN or not. Raises DsparkError on ranges
+    outside the arena, other dtypes, shapes or layouts, and when gradients would be needed.
     """
     code = dtype_code("attention", q)
     _check_keys(q, k, v, begin, end)
     n, hq, d = q.shape
-    require(d <= MAX_HEAD_SIZE and hq // k.shape[1] <= MAX_GROUP, "attention", "D <= 1024 and Hq/Hkv <= 256", q.shape)
-    second = (None, None, None, None)
+    hkv = k.shape[1]
+    if hq % hkv or d > MAX_HEAD_SIZE or hq // hkv > MAX_GROUP:
+        refuse("attention", "Hq divisible by Hkv, D <= 1024, Hq / Hkv <= 256", f"Hq {hq}, Hkv {hkv}, D {d}")
+    second: tuple[int | None, ...] = (None, None, None, None)
+    t2 = 0
     if k2 is not None:
-        assert v2 is not None and begin2 is not None and end2 is not None, "k2 comes with v2, begin2 and end2"
+        assert v2 is not None, "k2 comes with v2, begin2 and end2"
+        assert begin2 is not None, "k2 comes with v2, begin2 and end2"
+        assert end2 is not None, "k2 comes with v2, begin2 and end2"
         _check_keys(q, k2, v2, begin2, end2)
-        require(k2.shape[1] == k.shape[1], "attention", f"{k.shape[1]} heads in k2", k2.shape[1])
+        t2 = k2.shape[0]
+        if k2.shape[1] != hkv:
+            refuse("attention", f"{hkv} heads in k2", k2.shape[1])
         second = (k2.data_ptr(), v2.data_ptr(), begin2.data_ptr(), end2.data_ptr())
     out = torch.empty_like(q)
-    starts = torch.empty(n + 1, dtype=torch.int64)
-    failed = lib().dspark_attention(
+    status = lib().dspark_attention(
         out.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), begin.data_ptr(), end.data_ptr(), *second,
-        starts.data_ptr(), n, hq, k.shape[1], d, scale, code, threads(),
+        n, k.shape[0], t2, hq, hkv, d, scale, code, threads(),
     )  # fmt: skip
-    if failed:
-        out_of_memory("attention")
+    if status:
+        raise_status("attention", status)
     return out

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark.ops.native import DTYPE_CODE, check, dtype_code, lib, out_of_memory, require, threads
+from dspark.ops.native import DTYPE_CODE, check, dtype_code, lib, raise_status, refuse, threads
 
 
 @dataclass(slots=True)
@@ -36,7 +36,8 @@ def _version(weight: Tensor) -> int:
 def _pack(weight: Tensor) -> _Packed:
     code = dtype_code("linear", weight)
     check("linear", weight.detach())
-    require(weight.dim() == 2, "linear", "a weight [O, I]", tuple(weight.shape))
+    if weight.dim() != 2:
+        refuse("linear", "a weight [O, I]", tuple(weight.shape))
     o, i = weight.shape
     data = torch.empty(lib().dspark_packed_bytes(o, i, code) + 64, dtype=torch.uint8)
     address = (data.data_ptr() + 63) // 64 * 64
@@ -74,21 +75,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: tor
     Raises DsparkError on other dtypes, shapes or layouts, and when gradients would be needed.
     """
     code = dtype_code("linear", x)
-    n, i = x.shape
-    o = weight.shape[0]
-    if weight.shape[1] != i or weight.dtype != x.dtype:
-        require(False, "linear", f"a weight [O, {i}] of {x.dtype}", f"{tuple(weight.shape)} of {weight.dtype}")
+    if x.dim() != 2 or weight.shape[-1] != x.shape[1] or weight.dtype != x.dtype:
+        expected = f"x [N, I] and a weight [O, I] of {x.dtype}"
+        refuse("linear", expected, f"{tuple(x.shape)} and {tuple(weight.shape)} of {weight.dtype}")
     if bias is None:
         check("linear", x, weight)
-        bias_address = None
     else:
         check("linear", x, weight, bias)
-        require(bias.shape == (o,) and bias.dtype == x.dtype, "linear", f"a bias [{o}] of {x.dtype}", bias.shape)
-        bias_address = bias.data_ptr()
+        if bias.shape != weight.shape[:1] or bias.dtype != x.dtype:
+            refuse("linear", f"a bias [{weight.shape[0]}] of {x.dtype}", f"{tuple(bias.shape)} of {bias.dtype}")
+    n, i = x.shape
+    o = weight.shape[0]
     out = torch.empty((n, o), dtype=out_dtype or x.dtype)
-    failed = lib().dspark_linear(
-        out.data_ptr(), x.data_ptr(), packed_address(weight), bias_address, n, i, o, code, DTYPE_CODE[out.dtype], threads()
+    status = lib().dspark_linear(
+        out.data_ptr(), x.data_ptr(), packed_address(weight), None if bias is None else bias.data_ptr(), n, i, o,
+        code, DTYPE_CODE[out.dtype], threads(),
     )  # fmt: skip
-    if failed:
-        out_of_memory("linear")
+    if status:
+        raise_status("linear", status)
     return out

@@ -1,11 +1,15 @@
-"""Row-wise operations of a decoder layer: norms, rotary embedding, gated activation. fp32 or bf16, fp32 inside."""
+"""Row-wise operations of a decoder layer: norms, rotary embedding, gated activation. fp32 or bf16, fp32 inside.
+
+rms_norm and rotary also take a slice of a wider row (the q or k part of a fused projection): only the last dimensions
+must be packed. The result is contiguous.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from dspark.ops.native import check, dtype_code, lib, require, threads
+from dspark.ops.native import check, check_grad, dtype_code, lib, refuse, row_stride, threads
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -14,24 +18,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Rounded once, at the end (Hugging Face rounds bf16 before the weight too). RMSNorm: arXiv:1910.07467.
     """
     code = dtype_code("rms_norm", x)
-    check("rms_norm", x, weight)
+    stride = row_stride("rms_norm", x)
+    check("rms_norm", weight)
+    check_grad("rms_norm", x)
     h = x.shape[-1]
-    require(weight.shape == (h,) and weight.dtype == x.dtype, "rms_norm", f"a weight [{h}] of {x.dtype}", weight.shape)
-    out = torch.empty_like(x)
-    rows = x.numel() // h if h else 0
-    lib().dspark_rms_norm(out.data_ptr(), None, x.data_ptr(), None, weight.data_ptr(), rows, h, eps, code, threads())
+    if weight.shape != (h,) or weight.dtype != x.dtype:
+        refuse("rms_norm", f"a weight [{h}] of {x.dtype}", f"{tuple(weight.shape)} of {weight.dtype}")
+    out = torch.empty(x.shape, dtype=x.dtype)
+    heads = 1 if x.dim() == 2 else x.shape[1]
+    lib().dspark_rms_norm(
+        out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.shape[0], heads, h, stride, eps, code, threads()
+    )
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), the sum rounded to the dtype first: equal bit for bit to doing it apart."""
+    """(rms_norm(x + residual), x + residual) for x[N, H]; the sum is rounded to the dtype first, so the result equals
+    doing it in two steps bit for bit."""
     code = dtype_code("add_rms_norm", x)
     check("add_rms_norm", x, residual, weight)
     h = x.shape[-1]
-    same = weight.shape == (h,) and residual.shape == x.shape and x.dtype == residual.dtype == weight.dtype
-    require(same, "add_rms_norm", "x, residual of one shape and dtype", (x.shape, residual.shape, weight.shape))
+    if weight.shape != (h,) or residual.shape != x.shape or not x.dtype == residual.dtype == weight.dtype:
+        got = f"{tuple(x.shape)}, {tuple(residual.shape)} and {tuple(weight.shape)}"
+        refuse("add_rms_norm", f"x and residual of one shape and a weight [{h}], all {x.dtype}", got)
     out, total = torch.empty_like(x), torch.empty_like(x)
-    lib().dspark_rms_norm(
+    lib().dspark_add_rms_norm(
         out.data_ptr(), total.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr(), x.numel() // h, h, eps,
         code, threads(),
     )  # fmt: skip
@@ -39,16 +50,21 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the two halves of each head: x[N, heads, D], cos and sin [N, D/2] fp32 (Llama / Qwen convention)."""
+    """Rotates the two halves of each head: x[N, heads, D], cos and sin [N, D/2] fp32 (Llama / Qwen convention).
+
+    RoPE: arXiv:2104.09864, with dimension j paired with j + D/2.
+    """
     code = dtype_code("rotary", x)
-    check("rotary", x, cos, sin)
+    stride = row_stride("rotary", x)
+    check("rotary", cos, sin)
+    check_grad("rotary", x)
     n, heads, d = x.shape
-    good = d % 2 == 0 and cos.shape == sin.shape == (n, d // 2) and cos.dtype == sin.dtype == torch.float32
-    require(good, "rotary", f"cos and sin [{n}, {d // 2}] of float32", (cos.shape, sin.shape, cos.dtype))
-    out = torch.empty_like(x)
+    if d % 2 or not cos.shape == sin.shape == (n, d // 2) or not cos.dtype == sin.dtype == torch.float32:
+        refuse("rotary", f"cos and sin [{n}, {d / 2}] of float32", f"{tuple(cos.shape)} of {cos.dtype}")
+    out = torch.empty((n, heads, d), dtype=x.dtype)
     lib().dspark_rotary(
-        out.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), n, heads, d // 2, code, threads()
-    )  # fmt: skip
+        out.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), n, heads, d // 2, stride, code, threads()
+    )
     return out
 
 
@@ -57,7 +73,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     code = dtype_code("silu_mul", gate_up)
     check("silu_mul", gate_up)
     n, width = gate_up.shape
-    require(width % 2 == 0, "silu_mul", "an even width [N, 2 I]", width)
+    if width % 2:
+        refuse("silu_mul", "an even width [N, 2 I]", width)
     out = torch.empty((n, width // 2), dtype=gate_up.dtype)
     lib().dspark_silu_mul(out.data_ptr(), gate_up.data_ptr(), n, width // 2, code, threads())
     return out

@@ -5,33 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dspark.contracts import DsparkError
-from dspark.ops.native import check, lib, out_of_memory, require, threads
+from dspark.ops.native import check, lib, raise_status, refuse, threads
 
 
 def _check_rows(op: str, table: Tensor, *rows: tuple[Tensor, torch.dtype]) -> tuple[int, int]:
-    check(op, table, *(t for t, _ in rows))
-    require(table.dtype == torch.float32 and table.dim() == 2, op, "a float32 table [N, V]", (table.dtype, table.shape))
+    check(op, table)
+    if table.dtype != torch.float32 or table.dim() != 2:
+        refuse(op, "a float32 table [N, V]", f"{tuple(table.shape)} of {table.dtype}")
     n, v = table.shape
     for t, dtype in rows:
+        check(op, t)
         if t.shape != (n,) or t.dtype != dtype:
-            require(False, op, f"one {dtype} per row [{n}]", (tuple(t.shape), t.dtype))
+            refuse(op, f"one {dtype} per row [{n}]", f"{tuple(t.shape)} of {t.dtype}")
     return n, v
-
-
-def _check_ids(op: str, ids: Tensor, v: int) -> None:
-    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= v):
-        require(False, op, f"ids in [0, {v})", f"{int(ids.min())}..{int(ids.max())}")
-
-
-def _finish(op: str, status: int) -> None:
-    if status & 1:
-        out_of_memory(op)
-    if status & 2:
-        raise DsparkError(
-            f"{op}: expected logits without NaN or +inf and with at least one finite entry per row, but a row breaks "
-            "that. The model's weights or inputs are broken, or the dtype overflowed."
-        )
 
 
 def shape_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -45,10 +31,12 @@ def shape_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     f, i = torch.float32, torch.int64
     n, v = _check_rows("shape_probs", logits, (temperature, f), (top_k, i), (top_p, f), (min_p, f))
     out = torch.empty_like(logits)
-    _finish("shape_probs", lib().dspark_shape_probs(
+    status = lib().dspark_shape_probs(
         out.data_ptr(), logits.data_ptr(), temperature.data_ptr(), top_k.data_ptr(), top_p.data_ptr(),
         min_p.data_ptr(), n, v, threads(),
-    ))  # fmt: skip
+    )  # fmt: skip
+    if status:
+        raise_status("shape_probs", status)
     return out
 
 
@@ -64,25 +52,23 @@ def gumbel_argmax(
     ids = None
     if token_ids is not None:
         check("gumbel_argmax", token_ids)
-        good = token_ids.shape == (v,) and token_ids.dtype == torch.int64
-        require(good, "gumbel_argmax", f"token_ids [{v}] int64", (tuple(token_ids.shape), token_ids.dtype))
+        if token_ids.shape != (v,) or token_ids.dtype != torch.int64:
+            refuse("gumbel_argmax", f"token_ids [{v}] of int64", f"{tuple(token_ids.shape)} of {token_ids.dtype}")
         ids = token_ids.data_ptr()
     index = torch.empty(n, dtype=torch.int64)
     without = lib().dspark_gumbel_argmax(
         index.data_ptr(), probs.data_ptr(), seeds.data_ptr(), positions.data_ptr(), ids, stream, n, v, threads()
     )
     if without:
-        raise DsparkError(
-            f"gumbel_argmax: expected a positive probability in every row, but {without} of {n} rows have none."
-        )
+        refuse("gumbel_argmax", "a positive probability in every row", f"{without} of {n} rows without any", "")
     return index
 
 
 def uniform(seeds: Tensor, stream: int, positions: Tensor) -> Tensor:
     """One number in (0, 1) per row, of 23 bits: [N] fp32, a function of (seed, stream, position) alone."""
     check("uniform", seeds, positions)
-    good = seeds.shape == positions.shape and seeds.dtype == positions.dtype == torch.int64
-    require(good, "uniform", "seeds and positions [N] int64", (seeds.shape, positions.shape))
+    if seeds.shape != positions.shape or not seeds.dtype == positions.dtype == torch.int64:
+        refuse("uniform", "seeds and positions [N] of int64", f"{tuple(seeds.shape)} and {tuple(positions.shape)}")
     out = torch.empty(seeds.shape, dtype=torch.float32)
     lib().dspark_uniform(out.data_ptr(), seeds.data_ptr(), positions.data_ptr(), stream, seeds.numel())
     return out
@@ -91,18 +77,18 @@ def uniform(seeds: Tensor, stream: int, positions: Tensor) -> Tensor:
 def raw_logprob(logits: Tensor, ids: Tensor) -> Tensor:
     """log_softmax(logits[N, V])[n, ids[n]] at temperature 1 -> [N] fp32. Raises DsparkError as shape_probs does."""
     n, v = _check_rows("raw_logprob", logits, (ids, torch.int64))
-    _check_ids("raw_logprob", ids, v)
     out = torch.empty(n, dtype=torch.float32)
-    _finish("raw_logprob", lib().dspark_raw_logprob(
-        out.data_ptr(), logits.data_ptr(), ids.data_ptr(), n, v, threads()
-    ))  # fmt: skip
+    status = lib().dspark_raw_logprob(out.data_ptr(), logits.data_ptr(), ids.data_ptr(), n, v, threads())
+    if status:
+        raise_status("raw_logprob", status)
     return out
 
 
 def log_of(probs: Tensor, ids: Tensor) -> Tensor:
     """ln probs[n, ids[n]] -> [N] fp32; -inf where the entry is 0."""
     n, v = _check_rows("log_of", probs, (ids, torch.int64))
-    _check_ids("log_of", ids, v)
     out = torch.empty(n, dtype=torch.float32)
-    lib().dspark_log_of(out.data_ptr(), probs.data_ptr(), ids.data_ptr(), n, v)
+    status = lib().dspark_log_of(out.data_ptr(), probs.data_ptr(), ids.data_ptr(), n, v)
+    if status:
+        raise_status("log_of", status)
     return out

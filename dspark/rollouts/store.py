@@ -53,8 +53,13 @@ class TrajectoryWriter:
             )
         self._size = shard_size
         new = new_manifest(run, self._order, shard_size)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = Lock(self._folder)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = Lock(self._folder)
+        except OSError as error:
+            raise DsparkError(
+                f"{folder}: expected a folder that can be written, but got: {error.strerror or error}."
+            ) from error
         try:
             self._open(new)
         except BaseException:

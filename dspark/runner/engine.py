@@ -1,12 +1,12 @@
 """The loop: admit, draft, schedule, verify, commit, over a continuous batch.
 
-One call of ``_Run.round`` is one target pass over a flat batch of rows: for every running request its anchor and the drafts
-to be verified, for every request still prefilling the next chunk of its prompt. Every operation below gives a row the
+One call of ``_Run.round`` is one target pass over a flat batch of rows: for every running request its anchor and the
+drafts to be verified, for every request still prefilling the next chunk of its prompt. Every operation gives a row the
 same bits whatever other rows are in the call, so what a request produces does not depend on its companions, the chunk
 size, the arena row it landed in, or how many drafts were verified.
 
-Left out here on purpose: policies that read confidences, prefix caching, preemption (a request is admitted only when all
-the rows it can ever need are free).
+Left out here on purpose: policies that read confidences, prefix caching, preemption (a request is admitted only when
+all the rows it can ever need are free).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class EngineOptions:
             raise DsparkError(f"runner: expected verifier greedy, coupled or rejection, but got {self.verifier!r}.")
         if self.commit_to_cap and self.verifier == "rejection":
             raise DsparkError(
-                "runner: commit_to_cap expects the coupled or the greedy verifier, but got rejection. Collect untruncated "
-                "labels for rejection with verify_tokens unset (the whole block)."
+                "runner: commit_to_cap expects the coupled or the greedy verifier, but got rejection. Collect "
+                "untruncated labels for rejection with verify_tokens unset (the whole block)."
             )
         for name in ("max_batch", "prefill_chunk", "kv_tokens"):
             if getattr(self, name) < 1:
@@ -78,7 +78,7 @@ class Engine:
         if not 0 <= self.verify_tokens <= block and drafter is not None:
             raise DsparkError(
                 f"runner: expected verify_tokens between 0 and the trained block size {block}, but got "
-                f"{self.verify_tokens}. Lower it (DEEPINFER_USE_NEXTN_DECODE) or train a draft model with a larger block."
+                f"{self.verify_tokens}. Lower it (DEEPINFER_USE_NEXTN_DECODE), or train with a larger block."
             )
 
     def generate(self, requests: list[Request], on_finish: OnFinish | None = None) -> list[Completion]:
@@ -108,13 +108,13 @@ class Engine:
             return ops.log_of(probs, tokens), ops.raw_logprob(logits, tokens)
 
     def _check(self, requests: list[Request]) -> None:
-        longest = self.target.config.max_position_embeddings
+        longest, rows = self.target.config.max_position_embeddings, self.options.kv_tokens
         for i, request in enumerate(requests):
             need = len(request.prompt_ids) + request.params.max_tokens
-            if need > min(longest, self.options.kv_tokens):
+            if need > min(longest, rows):
                 raise DsparkError(
-                    f"request {i}: expected prompt + max_tokens <= {min(longest, self.options.kv_tokens)} (the target's "
-                    f"longest context {longest}, kv_tokens {self.options.kv_tokens}), but got {need}. Shorten it or raise kv_tokens."
+                    f"request {i}: expected prompt + max_tokens <= {min(longest, rows)} (the target's longest context "
+                    f"{longest}, kv_tokens {rows}), but got {need}. Shorten it, or raise kv_tokens."
                 )
             if self.options.verifier == "greedy" and request.params.temperature != 0.0:
                 raise DsparkError(

@@ -14,7 +14,8 @@ from dspark.contracts import Completion, FinishReason, Request, Round
 
 @dataclass(slots=True)
 class Sequence:
-    """A request in flight. ``cached`` counts the leading tokens whose keys and values (and context features) are final."""
+    """A request in flight. ``cached`` counts the leading tokens whose keys and values (and context features) are
+    final."""
 
     index: int
     request: Request

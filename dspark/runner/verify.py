@@ -1,11 +1,11 @@
 """Accept or reject drafted tokens: one target pass's logits and keyed noise come in, tokens go out.
 
-Rows are flat: request r owns rows ``offsets[r] .. offsets[r] + lengths[r]`` (lengths[r] drafts and one more). Row j of a
-request carries the target's law for the token at position anchor + j + 1. All noise is a function of (seq_seed, stream,
-position, token id), so nothing here depends on the batch.
+Rows are flat: request r owns rows ``offsets[r] .. offsets[r] + lengths[r]`` (lengths[r] drafts and one more). Row j
+of a request carries the target's law for the token at position anchor + j + 1. All noise is a function of (seq_seed,
+stream, position, token id), so nothing here depends on the batch.
 
-- ``coupled`` (arXiv:2408.07978): the target's own keyed sample y_j; accept while the draft equals it, emit y at the first
-  difference. The output is what the target alone would have sampled. ``greedy`` is its temperature-0 case.
+- ``coupled`` (arXiv:2408.07978): the target's own keyed sample y_j; accept while the draft equals it, emit y at the
+  first difference. The output is what the target alone would have sampled. ``greedy`` is its temperature-0 case.
 - ``rejection`` (arXiv:2211.17192): accept x while u * q(x) < p(x); at the first rejection draw from (p - q)+, after the
   last acceptance from p. Three separate streams: drafting, accepting, residual.
 """
@@ -165,5 +165,5 @@ def residual_rows(p: Tensor, q: Tensor) -> Tensor:
     """Unnormalised (p - q)+ per row, [N,V]; p itself where nothing is left. The argmax of log law + noise does not need
     the normaliser, so no sum over the vocabulary enters and the bits stay a function of the row."""
     rest = (p - q).clamp_min(0.0)
-    empty = (rest.amax(dim=-1, keepdim=True) <= 0.0)
+    empty = rest.amax(dim=-1, keepdim=True) <= 0.0
     return torch.where(empty, p, rest)

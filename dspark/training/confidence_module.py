@@ -85,6 +85,7 @@ class ConfidenceModule(FrozenTargetModule):
         if self.reset_head:
             for parameter in self.drafter.confidence_head.parameters():
                 torch.nn.init.zeros_(parameter)
+        self.train(self.training)  # the trainer leaves modes as it finds them
         slots = self.drafter.config.num_predictions
         self.slot_metrics = torch.nn.ModuleDict({name: kind(slots) for name, kind in _METRICS.items()})
 

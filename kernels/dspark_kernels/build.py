@@ -17,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -40,16 +41,17 @@ SIGNATURES: dict[str, tuple[str, str]] = {  # name -> (result, arguments); p poi
     "dspark_packed_bytes": ("l", "lli"),
     "dspark_pack_weight": ("", "ppllii"),
     "dspark_linear": ("i", "pppplll" + "iii"),
-    "dspark_rms_norm": ("", "ppppp" + "ll" + "f" + "ii"),
-    "dspark_rotary": ("", "pppp" + "lll" + "ii"),
+    "dspark_rms_norm": ("", "ppp" + "llll" + "fii"),
+    "dspark_add_rms_norm": ("", "ppppp" + "ll" + "fii"),
+    "dspark_rotary": ("", "pppp" + "llll" + "ii"),
     "dspark_silu_mul": ("", "pp" + "ll" + "ii"),
-    "dspark_attention": ("i", "pppp" + "pp" + "pp" + "pp" + "p" + "llll" + "f" + "ii"),
+    "dspark_attention": ("i", "pppppppppp" + "llllll" + "fii"),
     "dspark_gumbel_argmax": ("l", "ppppp" + "i" + "ll" + "i"),
     "dspark_uniform": ("", "ppp" + "i" + "l"),
     "dspark_gumbel": ("", "pppp" + "i" + "ll"),
     "dspark_shape_probs": ("i", "pppppp" + "ll" + "i"),
     "dspark_raw_logprob": ("i", "ppp" + "ll" + "i"),
-    "dspark_log_of": ("", "ppp" + "ll"),
+    "dspark_log_of": ("i", "ppp" + "ll"),
 }
 _CTYPES = {"": None, "p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 
@@ -128,10 +130,11 @@ def _torch_gomp() -> list[str]:
 def _build(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        objects = []
-        for source in sorted(SOURCES.glob("*.c")):
-            objects.append(str(Path(work) / (source.stem + ".o")))
-            _run([compiler(), *FLAGS, "-c", str(source), "-o", objects[-1]])
+        sources = sorted(SOURCES.glob("*.c"))
+        objects = [str(Path(work) / (source.stem + ".o")) for source in sources]
+        commands = [[compiler(), *FLAGS, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(_run, commands))
         built = Path(work) / target.name
         _run([compiler(), "-shared", "-o", str(built), *objects, *_torch_gomp(), "-lm"])
         os.replace(built, target)

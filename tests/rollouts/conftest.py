@@ -9,18 +9,28 @@ from types import ModuleType
 import pytest
 
 
-@pytest.fixture(scope="session")
-def fakes() -> ModuleType:
-    """fakes.py as a module: pytest's importlib mode puts no test folder on sys.path."""
-    name = "dspark_rollout_fakes"
+def load_module(name: str, path: Path) -> ModuleType:
+    """A helper file as a module: pytest's importlib mode puts no test folder on sys.path."""
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("fakes.py"))
+        spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
     return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def fakes() -> ModuleType:
+    """fakes.py."""
+    return load_module("dspark_rollout_fakes", Path(__file__).with_name("fakes.py"))
+
+
+@pytest.fixture(scope="session")
+def models() -> ModuleType:
+    """The runner tests' tiny random target and draft model: make_target, make_drafter."""
+    return load_module("dspark_rollout_models", Path(__file__).parents[1] / "runner" / "conftest.py")
 
 
 @pytest.fixture(autouse=True)

@@ -125,6 +125,9 @@ def facts(**changes: Any) -> dict[str, Any]:
 CONFIG = RolloutConfig(samples_per_prompt=3, max_tokens=9, shard_size=5, stop_ids=(STOP,), run_seed=11)
 
 
+SMALL = replace(CONFIG, samples_per_prompt=2, limit=3, shard_size=4)  # six trajectories in two shards
+
+
 def run(
     out: Path, engine: FakeEngine | None = None, config: RolloutConfig = CONFIG, prompts: Any = None, **kw: Any
 ) -> dict[str, Any]:

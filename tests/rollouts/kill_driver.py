@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import fakes
+import pyarrow as pa
 
 
 def forked(work: Callable[[], object]) -> int:
@@ -45,7 +46,7 @@ def kill_at_times(folder: Path, seed: int) -> int:
     rng, kills = random.Random(seed), 0
     while True:
         pid = forked(partial(fakes.run, folder, fakes.FakeEngine(seed=kills, delay=0.004)))
-        time.sleep(rng.uniform(0.0, 0.03) + max(0, kills - 15) * 0.02)
+        time.sleep(rng.uniform(0.0, 0.03) + max(0, kills - 10) * 0.04)
         os.kill(pid, signal.SIGKILL)  # harmless to one that has ended
         if wait(pid) != signal.SIGKILL:
             return kills
@@ -82,14 +83,15 @@ def kill_at_points(root: Path) -> int:
 
         def work(folder: Path = folder, step: int = step) -> None:
             kill_at_step(step, before=step % 2 == 0)
-            fakes.run(folder)
+            fakes.run(folder, config=fakes.SMALL)
 
         if wait(forked(work)) == 0:
             return step - 1
-        wait(forked(partial(fakes.run, folder, fakes.FakeEngine(batch=3, seed=5))))
+        wait(forked(partial(fakes.run, folder, fakes.FakeEngine(batch=3, seed=5), fakes.SMALL)))
 
 
 if __name__ == "__main__":
     os.fsync = no_sync  # type: ignore[assignment]
+    pa.array([0])  # pyarrow imports pandas at its first conversion: once here, not in every fork
     mode, where = sys.argv[1], Path(sys.argv[2])
     print(kill_at_times(where, int(sys.argv[3])) if mode == "times" else kill_at_points(where))

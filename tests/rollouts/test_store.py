@@ -197,6 +197,13 @@ def test_stale_lock_is_taken_over(fakes, finished, tmp_path, text):
     assert fakes.contents(folder) == fakes.contents(finished)
 
 
+def test_place_that_cannot_be_written(fakes, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(DsparkError, match="expected a folder that can be written"):
+            fakes.run(out)
+
+
 NAN, INF = float("nan"), float("inf")
 
 

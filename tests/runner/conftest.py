@@ -1,5 +1,5 @@
-"""A random target and draft model, small enough for hundreds of runs, with a vocabulary small enough that drafts are both
-accepted and rejected by chance."""
+"""A random target and draft model, small enough for hundreds of runs, with a vocabulary small enough that drafts are
+both accepted and rejected by chance."""
 
 from __future__ import annotations
 

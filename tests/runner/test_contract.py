@@ -1,4 +1,5 @@
-"""The reproducibility contract: ids and fp32 log-probabilities are the same floats whatever the rest of the run does."""
+"""The reproducibility contract: ids and fp32 log-probabilities are the same floats whatever the rest of the run
+does."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from dspark.contracts import DsparkError, Request, SamplingParams
 from dspark.runner import Engine, EngineOptions
 from tests.runner.conftest import counts, make_drafter, make_requests, make_target, outputs
 
-SHAPES = [{"temperature": 0.9}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.0, "top_k": 5}, {"temperature": 0.0}]
+SHAPES = [
+    {"temperature": 0.9},
+    {"temperature": 0.7, "top_p": 0.8},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 0.0},
+]
 
 
 def engine(target, drafter=None, **options) -> Engine:
@@ -20,7 +26,7 @@ def engine(target, drafter=None, **options) -> Engine:
 
 def assert_speculated(completions) -> None:
     drafted, accepted, rejected = counts(completions)
-    assert drafted > 0 and accepted > 0 and rejected > 0, f"inconclusive: {drafted=} {accepted=} {rejected=}"
+    assert min(drafted, accepted, rejected) > 0, f"inconclusive: {drafted=} {accepted=} {rejected=}"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -107,7 +113,7 @@ def test_stop_inside_an_accepted_run_ends_the_sequence() -> None:
     speculative = engine(target, drafter).generate(requests)
     assert outputs(plain) == outputs(speculative)
     stopped = [c for c in speculative if c.finish_reason == "stop"]
-    assert stopped and any(c.rounds and c.rounds[-1].accepted == len(c.rounds[-1].drafted) for c in stopped)
+    assert any(c.rounds and c.rounds[-1].accepted == len(c.rounds[-1].drafted) for c in stopped)
     for completion in speculative:
         assert not set(completion.token_ids[:-1]) & {3, 4, 5}
         ended = completion.token_ids[-1] in (3, 4, 5)

@@ -1,4 +1,5 @@
-"""Exact laws by hand-written probabilities: never, always and sometimes accepted; the emitted token follows the target."""
+"""Exact laws by hand-written probabilities: never, always and sometimes accepted; the emitted token follows the
+target."""
 
 from __future__ import annotations
 

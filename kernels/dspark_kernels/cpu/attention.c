@@ -11,13 +11,9 @@
 #include "tile.h"
 
 #define MAX_QUERIES 8
-#define MAX_ROWS 16 /* query heads of one block, unless a group alone is larger */
+#define MAX_ROWS 24  /* query heads of one block, unless a group alone is larger */
+#define MAX_GROUP 256
 #define KEYS 256    /* keys per pass over V: they stay in L1/L2 while every column block uses them */
-
-typedef struct {
-    const void *data;
-    const int64_t *begin, *end;
-} Range;
 
 typedef struct {
     void *out;
@@ -92,7 +88,7 @@ INLINE void transpose_keys(const Attention *a, const void *base, int64_t row, in
     }
 }
 
-/* C[m rows] over one column block; rows above MR go in turns. kind, strides as in tile(). */
+/* C[rows, NR] over one column block; rows above MR go in turns. kind, strides as in tile(). */
 INLINE void rows_tile(const int kind, const int add, int64_t rows, int64_t K, const float *x, int64_t xrow,
                       int64_t xk, const char *w, int64_t wk, float *c, int64_t crow) {
     for (int64_t r = 0; r < rows; r += MR) {
@@ -102,23 +98,53 @@ INLINE void rows_tile(const int kind, const int add, int64_t rows, int64_t K, co
 #define CASE(M_)                                                                                                     \
     case M_: tile(M_, 1, kind, add, K, xr, xrow, xk, w, wk, 0, cr, crow); break;
             FOR_EACH_M(CASE)
+#undef CASE
         }
     }
 }
 
-__attribute__((noinline)) static void score_tile(int64_t rows, int64_t d, const float *q, const float *kt, float *c,
-                                                 int64_t crow) {
-    rows_tile(W_F32, 0, rows, d, q, d, 1, (const char *)kt, 4 * NR, c, crow);
+/* The same over two column blocks for at most FEW rows: enough independent chains to keep the FMA units busy. */
+INLINE void rows_tile_few(const int kind, const int add, int64_t rows, int64_t K, const float *x, int64_t xrow,
+                          int64_t xk, const char *w, int64_t wk, int64_t wpanel, float *c, int64_t crow) {
+    switch (rows) {
+#define CASE(M_)                                                                                                     \
+    case M_: tile(M_, 2, kind, add, K, x, xrow, xk, w, wk, wpanel, c, crow); break;
+        FOR_FEW_M(CASE)
+#undef CASE
+    }
+}
+
+#define FEW (MR / 2)
+
+__attribute__((noinline)) static void score_tile(int64_t rows, int64_t blocks, int64_t d, const float *q,
+                                                 const float *kt, float *c, int64_t crow) {
+    const char *w = (const char *)kt;
+    if (blocks == 2 && rows <= FEW) {
+        rows_tile_few(W_F32, 0, rows, d, q, d, 1, w, 4 * NR, d * 4 * NR, c, crow);
+        return;
+    }
+    for (int64_t b = 0; b < blocks; b++)
+        rows_tile(W_F32, 0, rows, d, q, d, 1, w + b * d * 4 * NR, 4 * NR, c + b * NR, crow);
+}
+
+INLINE void value_tile(const int kind, int64_t rows, int64_t keys, const float *p, int64_t prow, const char *v,
+                       int64_t vk, int64_t columns, float *c, int64_t crow) {
+    int64_t d = 0, size = kind == W_F32 ? 4 : 2;
+    for (; rows <= FEW && d + 2 * NR <= columns; d += 2 * NR)
+        rows_tile_few(kind, 1, rows, keys, p, prow, 1, v + d * size, vk, NR * size, c + d, crow);
+    for (; d < columns; d += NR) rows_tile(kind, 1, rows, keys, p, prow, 1, v + d * size, vk, c + d, crow);
 }
 
 __attribute__((noinline)) static void value_tile_f32(int64_t rows, int64_t keys, const float *p, int64_t prow,
-                                                     const char *v, int64_t vk, float *c, int64_t crow) {
-    rows_tile(W_F32, 1, rows, keys, p, prow, 1, v, vk, c, crow);
+                                                     const char *v, int64_t vk, int64_t columns, float *c,
+                                                     int64_t crow) {
+    value_tile(W_F32, rows, keys, p, prow, v, vk, columns, c, crow);
 }
 
 __attribute__((noinline)) static void value_tile_bf16(int64_t rows, int64_t keys, const float *p, int64_t prow,
-                                                      const char *v, int64_t vk, float *c, int64_t crow) {
-    rows_tile(W_BF16, 1, rows, keys, p, prow, 1, v, vk, c, crow);
+                                                      const char *v, int64_t vk, int64_t columns, float *c,
+                                                      int64_t crow) {
+    value_tile(W_BF16, rows, keys, p, prow, v, vk, columns, c, crow);
 }
 
 static void load_queries(const Attention *a, const Block *b, int64_t kv) {
@@ -132,11 +158,15 @@ static void load_queries(const Attention *a, const Block *b, int64_t kv) {
 static void score(const Attention *a, const Block *b, int64_t kv) {
     int64_t at = 0;
     for (int r = 0; r < a->ranges; r++) {
-        for (int64_t row = b->lo[r]; row < b->hi[r]; row += NR) {
-            int64_t count = b->hi[r] - row;
-            if (a->dtype == F32) transpose_keys(a, a->k[r], row, count, kv, b->kt, F32);
-            else transpose_keys(a, a->k[r], row, count, kv, b->kt, BF16);
-            score_tile(b->rows, a->d, b->qt, b->kt, b->scores + at + row - b->lo[r], b->stride);
+        for (int64_t row = b->lo[r]; row < b->hi[r]; row += 2 * NR) {
+            int64_t blocks = b->hi[r] - row > NR ? 2 : 1;
+            for (int64_t i = 0; i < blocks; i++) {
+                int64_t from = row + i * NR, count = b->hi[r] - from;
+                float *kt = b->kt + i * a->d * NR;
+                if (a->dtype == F32) transpose_keys(a, a->k[r], from, count, kv, kt, F32);
+                else transpose_keys(a, a->k[r], from, count, kv, kt, BF16);
+            }
+            score_tile(b->rows, blocks, a->d, b->qt, b->kt, b->scores + at + row - b->lo[r], b->stride);
         }
         at += (b->hi[r] - b->lo[r] + NR - 1) / NR * NR;
     }
@@ -169,9 +199,7 @@ static void add_values(const Attention *a, int r, int64_t kv, int64_t row, int64
     for (int64_t k = 0; k < keys; k += KEYS) {
         int64_t now = min64(KEYS, keys - k);
         const char *v = key_row(a, a->v[r], row + k, kv);
-        for (int64_t d = 0; d < whole; d += NR)
-            (a->dtype == F32 ? value_tile_f32 : value_tile_bf16)(rows, now, p + k, stride, v + d * size, vk, acc + d,
-                                                                 a->dpad);
+        (a->dtype == F32 ? value_tile_f32 : value_tile_bf16)(rows, now, p + k, stride, v, vk, whole, acc, a->dpad);
         for (int64_t m = 0; m < rows; m++)
             for (int64_t d = whole; d < a->d; d++) {
                 float s = acc[m * a->dpad + d];
@@ -214,7 +242,7 @@ static int64_t raw_offset(const Attention *a, const Block *b, int r, int64_t i) 
 
 static void run_block(const Attention *a, const Block *b, int64_t kv) {
     int64_t off[2][MAX_QUERIES];
-    float sum[MAX_ROWS > 256 ? MAX_ROWS : 256];
+    float sum[MAX_GROUP];
     load_queries(a, b, kv);
     score(a, b, kv);
     memset(b->acc, 0, b->rows * a->dpad * sizeof(float));
@@ -263,25 +291,35 @@ static void form_block(const Attention *a, Block *b, int64_t q0, int64_t limit) 
 }
 
 static int place_block(const Attention *a, Block *b) {
-    size_t floats = (size_t)(b->rows * a->d + a->d * NR + b->rows * b->stride + b->rows * a->dpad + 64);
+    size_t floats = (size_t)(b->rows * a->d + 2 * a->d * NR + b->rows * b->stride + b->rows * a->dpad + 64);
     float *s = dspark_scratch(1, floats * sizeof(float));
     if (!s) return 1;
     b->kt = s;
-    b->acc = b->kt + a->d * NR;
+    b->acc = b->kt + 2 * a->d * NR;
     b->qt = b->acc + b->rows * a->dpad;
     b->scores = b->qt + b->rows * a->d;
     return 0;
 }
 
-/* q, out [n, hq, d]; k, v [*, hkv, d] (k2, v2, begin2, end2 NULL: one range). starts: scratch of n + 1 numbers.
- * Returns 0, or 1 when scratch could not be allocated. */
+static int outside(const int64_t *begin, const int64_t *end, int64_t n, int64_t t) {
+    int bad = 0;
+    for (int64_t i = 0; i < n; i++) bad |= begin[i] < 0 || end[i] > t;
+    return bad;
+}
+
+/* q, out [n, hq, d]; k, v [t, hkv, d]; k2, v2 [t2, hkv, d] with begin2, end2, or NULL: one range.
+ * Returns 0; 1 when scratch could not be allocated; 4 when a range leaves its arena. */
 EXPORT int dspark_attention(void *out, const void *q, const void *k, const void *v, const int64_t *begin,
                             const int64_t *end, const void *k2, const void *v2, const int64_t *begin2,
-                            const int64_t *end2, int64_t *starts, int64_t n, int64_t hq, int64_t hkv, int64_t d,
-                            float scale, int dtype, int threads) {
+                            const int64_t *end2, int64_t n, int64_t t, int64_t t2, int64_t hq, int64_t hkv,
+                            int64_t d, float scale, int dtype, int threads) {
     Attention a = {out, q, {k, k2}, {v, v2}, {begin, begin2}, {end, end2}, n, hq, hkv, d, hq / hkv,
                    (d + NR - 1) / NR * NR, scale, dtype, k2 ? 2 : 1};
+    if (outside(begin, end, n, t) || (k2 && outside(begin2, end2, n, t2))) return 4;
     int64_t limit = max64(1, min64(MAX_QUERIES, MAX_ROWS / a.group)), blocks = 0, work = 0;
+    while (limit > 1 && (n + limit - 1) / limit * hkv < 2 * threads) limit = (limit + 1) / 2;
+    int64_t *starts = dspark_scratch(2, (size_t)(n + 1) * sizeof(int64_t));
+    if (!starts) return 1;
     for (int64_t at = 0; at < n;) {
         Block b;
         form_block(&a, &b, at, limit);

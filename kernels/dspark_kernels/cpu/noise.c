@@ -3,6 +3,7 @@
  * index[n] = argmax over {v: p[n, v] > 0} of ln p[n, v] + G(seed[n], stream, position[n], id[v]); ties to the lower
  * column. Exact, yet most noise is never drawn: G <= 16.64, so a token with ln p + 16.64 below the best score so far
  * cannot win. Columns left over are drawn four words a call where they lie dense, VW picked ids at a time elsewhere.
+ * Nor are most logarithms taken: -ln u >= 1 - u, so a token with 1 - u > p e^-best cannot win either.
  */
 #include "philox.h"
 
@@ -11,7 +12,9 @@ typedef struct {
     const int64_t *ids; /* NULL: column = token id */
     int64_t v;
     uint32_t k0, k1, stream, position;
-    float best, threshold; /* below threshold a token cannot win */
+    float best;
+    float threshold; /* a token with less probability cannot win */
+    float reach;     /* nor can one with 1 - u > p * reach */
     int64_t index;
 } Draw;
 
@@ -40,49 +43,52 @@ static void raise(Draw *d, float score, int64_t index) {
         d->best = score;
         d->index = index;
         d->threshold = exp1(score - GUMBEL_MAX - 0.01f);
+        d->reach = exp1(-score) * 1.001f;
     }
 }
 
-INLINE void offer(Draw *d, vf score, vi better, const int64_t *columns, int64_t first, int count) {
-    (void)better;
+/* Lanes that may win are scored in full. columns NULL: the lanes are columns first, first + 1, ... */
+INLINE void offer(Draw *d, vf p, vu word, const int64_t *columns, int64_t first, int count) {
+    if (!vany(1.0f - unit(word) <= p * d->reach)) return;
+    vf score = vlog_prob(p) + gumbel(word);
+    if (!vany(score >= d->best)) return;
     for (int i = 0; i < count; i++)
         if (score[i] >= d->best) raise(d, score[i], columns ? columns[i] : first + i);
 }
 
 static void draw_listed(Draw *d, const int64_t *columns, int count) {
-    vu ids = (vu)(vi){0};
-    vf p = vset1(0.0f);
+    uint32_t ids[VW] __attribute__((aligned(64))) = {0};
+    float p[VW] __attribute__((aligned(64))) = {0};
     for (int i = 0; i < count; i++) {
         ids[i] = (uint32_t)(d->ids ? d->ids[columns[i]] : columns[i]);
         p[i] = d->p[columns[i]];
     }
-    vf score = vlog_prob(p) + gumbel(words_of(ids, d->k0, d->k1, d->position, d->stream));
-    offer(d, score, score >= d->best, columns, 0, count);
+    offer(d, vload(p), words_of(*(vu *)ids, d->k0, d->k1, d->position, d->stream), columns, 0, count);
 }
 
-/* 4*VW neighbouring columns whose ids are columns: VW calls of four words, put back in column order. */
+/* 4*VW neighbouring columns whose ids are columns: VW calls of four words. Lane 4q + j does call j*VW/4 + q, so that
+ * transposing 4x4 blocks within 128-bit parts leaves the words in column order. */
 static void draw_dense(Draw *d, int64_t first) {
-    float noise[4][VW] __attribute__((aligned(64)));
-    vu c[4];
-    counters(c, (vu)viota() + (uint32_t)(first >> 2), d->position, d->stream);
+    vu c[4], t[4];
+    counters(c, (vu)(((viota() & 3) * (VW / 4)) + (viota() >> 2)) + (uint32_t)(first >> 2), d->position, d->stream);
     philox(c, d->k0, d->k1);
-    for (int w = 0; w < 4; w++) vstore(noise[w], gumbel(c[w]));
+    t[0] = interleave(c[0], c[1], 0);
+    t[1] = interleave(c[0], c[1], 1);
+    t[2] = interleave(c[2], c[3], 0);
+    t[3] = interleave(c[2], c[3], 1);
     for (int v = 0; v < 4; v++) {
-        vf g;
-        for (int i = 0; i < VW; i++) g[i] = noise[i % 4][v * (VW / 4) + i / 4];
-        vf score = vlog_prob(vload(d->p + first + v * VW)) + g;
-        vi better = score >= d->best;
-        int any = 0;
-        for (int i = 0; i < VW; i++) any |= better[i];
-        if (any) offer(d, score, better, NULL, first + v * VW, VW);
+        vu word = pair_up(t[v / 2], t[v / 2 + 2], v % 2);
+        offer(d, vload(d->p + first + v * VW), word, NULL, first + v * VW, VW);
     }
 }
 
 INLINE int alive(const Draw *d, int64_t first, int count) { /* how many of the columns may still win */
-    vi n = {0};
     int total = 0;
     if (count == 4 * VW) {
-        for (int v = 0; v < 4; v++) n -= (vi)(vload(d->p + first + v * VW) >= d->threshold);
+        vi n = {0}, at[4];
+        for (int v = 0; v < 4; v++) at[v] = vload(d->p + first + v * VW) >= d->threshold;
+        if (!vany((at[0] | at[1]) | (at[2] | at[3]))) return 0;
+        for (int v = 0; v < 4; v++) n -= at[v];
         for (int i = 0; i < VW; i++) total += n[i];
         return total;
     }
@@ -97,9 +103,10 @@ static int64_t largest(const float *p, int64_t v) {
     float m = -1.0f;
     for (int j = 0; j < VW; j++) m = top[j] > m ? top[j] : m;
     for (int64_t j = i; j < v; j++) m = p[j] > m ? p[j] : m;
-    for (i = 0; i < v; i++)
-        if (p[i] == m) return i;
-    return -1;
+    for (i = 0; i + VW <= v && !vany(vload(p + i) == m); i += VW) {
+    }
+    while (i < v && p[i] != m) i++;
+    return i < v ? i : -1;
 }
 
 static int64_t draw_row(Draw *d) {
@@ -109,12 +116,13 @@ static int64_t draw_row(Draw *d) {
     d->best = -INFINITY;
     d->index = INT64_MAX;
     d->threshold = 1e-45f;
+    d->reach = INFINITY;
     draw_listed(d, &first_column, 1); /* a likely winner first, so that the threshold bites at once */
     for (int64_t c = 0; c < d->v; c += 4 * VW) {
         int count = d->v - c < 4 * VW ? (int)(d->v - c) : 4 * VW;
         int left = alive(d, c, count);
         if (!left) continue;
-        if (!d->ids && count == 4 * VW && left > VW) {
+        if (!d->ids && count == 4 * VW && left > VW / 2) {
             draw_dense(d, c);
             continue;
         }
@@ -138,7 +146,7 @@ EXPORT int64_t dspark_gumbel_argmax(int64_t *index, const float *p, const int64_
 #pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(+ : bad) if (threads > 1 && n * v >= 16384)
     for (int64_t r = 0; r < n; r++) {
         Draw d = {p + r * v, ids, v, (uint32_t)seeds[r], (uint32_t)((uint64_t)seeds[r] >> 32), stream,
-                  (uint32_t)positions[r], 0, 0, 0};
+                  (uint32_t)positions[r], 0, 0, 0, 0};
         index[r] = draw_row(&d);
         bad += index[r] < 0;
     }

@@ -40,7 +40,27 @@ INLINE void philox(vu c[4], uint32_t k0, uint32_t k1) {
     }
 }
 
-/* u = (word >> 9) + 0.5) / 2^23, in (0, 1), exact. */
+/* Within each 128-bit part: the low (0) or high (1) 32-bit words of a and b, alternating. */
+INLINE vu interleave(vu a, vu b, const int high) {
+#if VW == 16
+    const vi lo = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
+#else
+    const vi lo = {0, 8, 1, 9, 4, 12, 5, 13};
+#endif
+    return high ? __builtin_shuffle(a, b, lo + 2) : __builtin_shuffle(a, b, lo);
+}
+
+/* Within each 128-bit part: the low (0) or high (1) pair of a, then that of b. */
+INLINE vu pair_up(vu a, vu b, const int high) {
+#if VW == 16
+    const vi lo = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+#else
+    const vi lo = {0, 1, 8, 9, 4, 5, 12, 13};
+#endif
+    return high ? __builtin_shuffle(a, b, lo + 2) : __builtin_shuffle(a, b, lo);
+}
+
+/* u = ((word >> 9) + 0.5) / 2^23, in (0, 1), exact. */
 INLINE vf unit(vu word) { return (__builtin_convertvector((vi)(word >> 9), vf) + 0.5f) * 1.1920928955078125e-07f; }
 
 INLINE vf gumbel(vu word) { return -vlog(-vlog(unit(word))); }

@@ -8,7 +8,7 @@
  */
 #include "vec.h"
 
-#define CELL 16 /* logits per cell maximum, for the top-k threshold */
+#define CELL 16 /* logits per cell maximum, for the top-k threshold; doubled while cells outnumber 4 top_k */
 
 typedef struct {
     const float *logits;
@@ -71,7 +71,7 @@ INLINE float exponentials(const float *x, float *p, int64_t n, float max, float 
         }
     for (int v = 0; v < LANES / VW; v++) vstore(lane + v * VW, acc[v]);
     for (int l = 0; i < n; i++, l++) {
-        float e = exp1(t == 1.0f ? x[i] - max : (x[i] - max) / t);
+        float e = exp1((x[i] - max) / t);
         e = e >= floor ? e : 0.0f;
         if (p) p[i] = e;
         lane[l] += e;
@@ -121,9 +121,7 @@ static int64_t gather(const Shape *s, float at, Candidate *out) {
     for (; i + 4 * VW <= s->v; i += 4 * VW) {
         vi any = {0};
         for (int v = 0; v < 4; v++) any |= vload(s->logits + i + v * VW) >= at;
-        int hit = 0;
-        for (int j = 0; j < VW; j++) hit |= any[j];
-        if (!hit) continue;
+        if (!vany(any)) continue;
         for (int64_t c = i; c < i + 4 * VW; c++)
             if (s->logits[c] >= at) out[n++] = (Candidate){descending(s->logits[c]), (uint32_t)c};
     }
@@ -134,11 +132,13 @@ static int64_t gather(const Shape *s, float at, Candidate *out) {
 
 /* A logit that at least k logits reach: the k-th largest of the maxima of cells. -inf when there are too few cells. */
 static float topk_threshold(const Shape *s, Candidate *cells, Candidate *spare) {
-    int64_t n = s->v / CELL;
+    int64_t width = CELL;
+    while (s->v / (2 * width) >= 4 * s->top_k && width < 1024) width *= 2;
+    int64_t n = s->v / width;
     if (n < s->top_k) return -INFINITY;
     for (int64_t c = 0; c < n; c++) {
-        vf top = vload(s->logits + c * CELL);
-        for (int v = 1; v < CELL / VW; v++) top = vmax(vload(s->logits + c * CELL + v * VW), top);
+        vf top = vload(s->logits + c * width);
+        for (int64_t v = VW; v < width; v += VW) top = vmax(vload(s->logits + c * width + v), top);
         float m = top[0];
         for (int j = 1; j < VW; j++) m = top[j] > m ? top[j] : m;
         cells[c] = (Candidate){descending(m), (uint32_t)c};
@@ -179,8 +179,7 @@ static int64_t top_k_law(const Shape *s, Candidate *c, int64_t n, float *e, doub
     if (n > s->top_k) n = s->top_k;
     *total = 0;
     for (int64_t i = 0; i < n; i++) {
-        float d = s->logits[c[i].id] - s->max;
-        e[i] = exp1(s->temperature == 1.0f ? d : d / s->temperature);
+        e[i] = exp1((s->logits[c[i].id] - s->max) / s->temperature);
         *total += e[i];
     }
     return n;
@@ -258,7 +257,7 @@ EXPORT int dspark_shape_probs(float *p, const float *logits, const float *temper
     return status;
 }
 
-/* out[n] = l[id] - max - ln sum exp(l - max), at temperature 1. Returns 2 for a row as in shape_row. */
+/* out[n] = l[id] - max - ln sum exp(l - max), at temperature 1. Returns 2 for a row as in shape_row, 4 for an id outside. */
 EXPORT int dspark_raw_logprob(float *out, const float *logits, const int64_t *ids, int64_t n, int64_t v,
                               int threads) {
     int status = 0;
@@ -266,6 +265,10 @@ EXPORT int dspark_raw_logprob(float *out, const float *logits, const int64_t *id
     for (int64_t r = 0; r < n; r++) {
         int bad;
         const float *x = logits + r * v;
+        if (ids[r] < 0 || ids[r] >= v) {
+            status |= 4;
+            continue;
+        }
         float max = row_max(x, v, &bad);
         if (bad) status |= 2;
         out[r] = (x[ids[r]] - max) - log1_prob(exponentials(x, NULL, v, max, 1.0f, 0.0f));
@@ -273,6 +276,12 @@ EXPORT int dspark_raw_logprob(float *out, const float *logits, const int64_t *id
     return status;
 }
 
-EXPORT void dspark_log_of(float *out, const float *p, const int64_t *ids, int64_t n, int64_t v) {
-    for (int64_t r = 0; r < n; r++) out[r] = log1_prob(p[r * v + ids[r]]);
+/* out[n] = ln p[id]; returns 4 when an id lies outside. */
+EXPORT int dspark_log_of(float *out, const float *p, const int64_t *ids, int64_t n, int64_t v) {
+    int status = 0;
+    for (int64_t r = 0; r < n; r++) {
+        if (ids[r] < 0 || ids[r] >= v) status |= 4;
+        else out[r] = log1_prob(p[r * v + ids[r]]);
+    }
+    return status;
 }

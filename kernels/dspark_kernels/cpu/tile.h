@@ -72,8 +72,10 @@ INLINE void tile(const int M, const int P, const int kind, const int add, int64_
 
 #if VW == 16
 #define FOR_EACH_M(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7) F(8) F(9) F(10) F(11) F(12)
+#define FOR_FEW_M(F) F(1) F(2) F(3) F(4) F(5) F(6)
 #else
 #define FOR_EACH_M(F) F(1) F(2) F(3) F(4) F(5) F(6)
+#define FOR_FEW_M(F) F(1) F(2) F(3)
 #endif
 
 #endif

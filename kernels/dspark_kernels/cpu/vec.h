@@ -68,7 +68,40 @@ INLINE vf vfma(vf a, vf b, vf c) {
 }
 
 INLINE vf vsel(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
-INLINE vf vmax(vf a, vf b) { return vsel(a > b, a, b); } /* b when either is NaN */
+
+/* b when either is NaN, as the x86 instructions do it. */
+INLINE vf vmax(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return vsel(a > b, a, b);
+#endif
+}
+
+INLINE vf vmin(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return vsel(a < b, a, b);
+#endif
+}
+
+/* Is any lane of a comparison true? */
+INLINE int vany(vi mask) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+    int any = 0;
+    for (int i = 0; i < VW; i++) any |= mask[i];
+    return any != 0;
+#endif
+}
 
 INLINE float bf16_to_f32(uint16_t h) {
     uint32_t u = (uint32_t)h << 16;
@@ -91,16 +124,30 @@ INLINE vf vload_as(const void *p, int64_t i, int dtype) {
     return (vf)(__builtin_convertvector(h, vu) << 16);
 }
 
+/* Low halves of 32-bit lanes, in order. */
+INLINE vh narrow(vu v) {
+#if defined(__AVX512F__)
+    return (vh)_mm512_cvtepi32_epi16((__m512i)v);
+#elif defined(__AVX2__)
+    __m256i both = _mm256_packus_epi32((__m256i)v, (__m256i)v);
+    return (vh)_mm256_castsi256_si128(_mm256_permute4x64_epi64(both, 0x08));
+#else
+    return __builtin_convertvector(v, vh);
+#endif
+}
+
 INLINE void vstore_as(void *p, int64_t i, vf v, int dtype) {
     if (dtype == F32) {
         vstore((float *)p + i, v);
         return;
     }
     vu u = (vu)v;
-    vu nan = (vu)((vi)(u & 0x7fffffffu) > 0x7f800000);
     vu even = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    vu quiet = (u >> 16) | 0x40u;
-    *(vhu *)((uint16_t *)p + i) = __builtin_convertvector((nan & quiet) | (~nan & even), vh);
+    if (__builtin_expect(vany(v != v), 0)) {
+        vu nan = (vu)(v != v);
+        even = (nan & ((u >> 16) | 0x40u)) | (~nan & even);
+    }
+    *(vhu *)((uint16_t *)p + i) = narrow(even);
 }
 
 INLINE float load_as(const void *p, int64_t i, int dtype) {
@@ -119,11 +166,10 @@ INLINE float lane_sum(const float *lane) {
     return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]));
 }
 
-/* e^x, about 1 ulp; exactly 1 at 0, exactly 0 below -104 (and at -inf), inf above 88.7, NaN stays. */
+/* e^x, about 1 ulp; exactly 1 at 0, 0 below -104 (and at -inf), inf from 88.73 up, NaN stays. The two factors of
+ * 2^k let results be subnormal, and make the ends under- and overflow by themselves. */
 INLINE vf vexp(vf x) {
-    const float top = 88.722839f, bottom = -104.0f;
-    vf c = vsel(x > bottom, x, vset1(bottom));
-    c = vsel(c < top, c, vset1(top));
+    vf c = vmin(vset1(89.0f), vmax(vset1(-104.0f), x));
     const vf magic = vset1(12582912.0f);
     vf n = vfma(c, vset1(1.44269504088896341f), magic) - magic;
     vf r = vfma(n, vset1(-0.693359375f), c);
@@ -136,11 +182,8 @@ INLINE vf vexp(vf x) {
     y = vfma(y, r, vset1(5.0000001201e-1f));
     y = vfma(y, r * r, r) + 1.0f;
     vi k = __builtin_convertvector(n, vi);
-    vi half = k >> 1; /* two factors, so results may be subnormal */
-    y = y * (vf)((half + 127) << 23) * (vf)((k - half + 127) << 23);
-    y = vsel(x < bottom, vset1(0.0f), y);
-    y = vsel(x > top, vset1(INFINITY), y);
-    return vsel(x == x, y, x);
+    vi half = k >> 1;
+    return y * (vf)((half + 127) << 23) * (vf)((k - half + 127) << 23);
 }
 
 /* ln(x) of a positive normal x, about 1 ulp. Plain multiplies and adds only: dspark/noise.py repeats it bit for bit. */

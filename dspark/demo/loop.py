@@ -1,0 +1,283 @@
+"""The nine stages of the demo, in the order of the data's journey, and what is measured after them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dspark import lightning_cli
+from dspark.calibration.report import Report
+from dspark.calibration.temperature import fit
+from dspark.commands.events import gather_events
+from dspark.commands.export import export
+from dspark.commands.prepare import PrepareConfig, prepare
+from dspark.commands.replay import replay_folder
+from dspark.commands.report import make_report, plain
+from dspark.commands.rollout import roll
+from dspark.commands.running import Loaded, load
+from dspark.contracts import DsparkError
+from dspark.corpus.prompts import Prompt, load_prompts
+from dspark.demo.measure import Setting, equality, speed
+from dspark.demo.stages import Result, Stage, Stages
+from dspark.demo.table import as_text
+from dspark.files import sha256_file
+from dspark.recipe import read_recipe
+from dspark.rollouts.config import RolloutConfig
+
+OUT = Path("runs/demo")
+SPLITS = ("train", "calibration", "test")
+RECIPES = ("prepare", "drafter", "confidence", "rollout")
+GREEDY, RECOMMENDED, HOT = (
+    Setting("greedy", 0.0, 1.0),
+    Setting("coupled", 0.2, 0.9),
+    Setting("coupled", 1.0, 1.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much of everything. 0 = as the recipes and the data say."""
+
+    prompts: int = 0
+    max_tokens: int = 0
+    steps: int = 0
+    event_prompts: int = 150
+    rollout_prompts: int = 24
+    samples: int = 2
+    measured: int = 100
+    speed_requests: int = 9
+    speed_repeats: int = 3
+    replayed: int = 16
+
+
+QUICK = Size(
+    prompts=8, max_tokens=24, steps=4, event_prompts=8, rollout_prompts=4, measured=8, speed_requests=2, speed_repeats=1
+)
+
+
+def run_loop(args: argparse.Namespace) -> int:
+    """All stages, then the table. Exit code 1 when something that must be equal bit for bit was not."""
+    demo = Demo(Path(args.recipes), QUICK if args.quick else Size(), args.quiet)
+    results = demo.run()
+    print(json.dumps(results) if args.json else as_text(results))
+    return 0 if demo.bits_equal(results) else 1
+
+
+class Demo:
+    """Runs the stages over one folder. Models are loaded when the first stage that runs needs them."""
+
+    def __init__(self, recipes: Path, size: Size, quiet: bool):
+        missing = [str(recipes / f"{name}.yaml") for name in RECIPES if not (recipes / f"{name}.yaml").is_file()]
+        if missing:
+            raise DsparkError(
+                f"demo: expected the recipes here, but {missing[0]} is missing. Run it in the project's folder, or "
+                "name the folder with --recipes."
+            )
+        self.recipes, self.size, self.quiet = recipes, size, quiet
+        self.prepare_config = self._prepare_config()
+        self.source, self.dtype = self.prepare_config.target, self.prepare_config.dtype
+        self.stages = Stages(OUT / "stamps", lambda line: print(line, file=sys.stderr, flush=True))
+        self.made: dict[str, Any] = {"size": str(size)}
+
+    def run(self) -> dict[str, Any]:
+        """What every stage measured, by name."""
+        for step in (
+            self.prompts, self.responses, self.drafter, self.events, self.confidence, self.calibration, self.bundle,
+            self.rollouts, self.replay, self.feedback, self.measured,
+        ):  # fmt: skip
+            step()
+        return self.stages.results
+
+    @staticmethod
+    def bits_equal(results: dict[str, Any]) -> bool:
+        runs = [results["measured"][name] for name in ("greedy", "recommended", "hot")]
+        return results["replay"]["differing_bits"] == 0 and not any(run["differing"] for run in runs)
+
+    # ---- the stages -----------------------------------------------------------------------------------------------
+
+    def prompts(self) -> None:
+        files = {split: Path(self.prepare_config.prompts) / f"{split}.jsonl" for split in SPLITS}
+        self._do("prompts", "1 prompts", {}, tuple(files.values()), lambda: self._count_prompts(files))
+
+    def responses(self) -> None:
+        folders = tuple(OUT / "responses" / split for split in SPLITS)
+
+        def run() -> Result:
+            summaries = prepare(self.prepare_config, self.loaded, self.quiet)
+            return {
+                split: {k: s[k] for k in ("trajectories", "tokens", "finish_reasons")} for split, s in summaries.items()
+            }
+
+        config = {"recipe": sha256_file(self.recipes / "prepare.yaml"), "target": self.loaded.target.fingerprint}
+        self._do("responses", "2 answers by the target", config, folders, run)
+
+    def drafter(self) -> None:
+        folder, steps = OUT / "drafter", self.size.steps
+        extra = [f"--trainer.max_steps={steps}", f"--trainer.val_check_interval={steps}"] if steps else []
+
+        def run() -> Result:
+            self._fit("drafter", folder, extra)
+            # The verifier needs a draft model to collect labels with; the confidence head of this one is a first guess.
+            return export(str(folder / "last.ckpt"), self.source, self.dtype, str(folder / "bundle"))
+
+        config = {"recipe": sha256_file(self.recipes / "drafter.yaml"), "extra": extra}
+        self._do("drafter", "3 draft model (lightning fit recipes/drafter.yaml)", config, (folder / "bundle",), run)
+
+    def events(self) -> None:
+        """Verified rounds of whole blocks on each split: the confidence head's labels."""
+        folders = tuple(OUT / "events" / split for split in SPLITS)
+
+        def run() -> Result:
+            loaded = self._with(OUT / "drafter" / "bundle")
+            done = {}
+            for split, folder in zip(SPLITS, folders, strict=True):
+                limit = self.size.event_prompts if split == "train" else self.size.prompts
+                base = self.prepare_config.rollout(split)
+                config = replace(base, drafter=str(OUT / "drafter" / "bundle"), limit=limit, out=str(folder))
+                done[split] = roll(config, loaded, self.quiet, title=f"rounds: {split}")["trajectories"]
+            return done
+
+        self._do("events", "4a rounds the verifier judged", {"limit": self.size.event_prompts}, folders, run)
+
+    def confidence(self) -> None:
+        folder, steps = OUT / "confidence", self.size.steps
+        extra = [f"--trainer.max_steps={steps}", f"--trainer.val_check_interval={steps}"] if steps else []
+        config = {"recipe": sha256_file(self.recipes / "confidence.yaml"), "extra": extra}
+
+        def run() -> Result:
+            self._fit("confidence", folder, extra)
+            return {}
+
+        title = "4b confidence head (lightning fit recipes/confidence.yaml)"
+        self._do("confidence", title, config, (folder / "last.ckpt",), run)
+
+    def calibration(self) -> None:
+        path, report = OUT / "calibration.json", OUT / "report"
+        self._do("calibration", "5 calibration and report", {}, (path, report / "report.json"), self._calibrate)
+
+    def _calibrate(self) -> Result:
+        head, path, rounds = str(OUT / "confidence" / "last.ckpt"), OUT / "calibration.json", OUT / "events"
+        events, identity = gather_events(head, [str(rounds / "calibration")], self.source, self.dtype, self.quiet)
+        calibration = fit(events, identity)
+        calibration.save(path)
+        report, accepted = make_report(
+            head, [str(rounds / "test")], self.source, self.dtype, str(path), str(OUT / "report"),
+            fitted_on=[str(rounds / "calibration")], tensorboard="tb_logs/report", quiet=self.quiet,
+        )  # fmt: skip
+        return {
+            "temperatures": list(calibration.temperatures),
+            "survival": survival_ece(report, events.num_slots),
+            "acceptance": plain(accepted),
+        }
+
+    def bundle(self) -> None:
+        folder = OUT / "bundle"
+
+        def run() -> Result:
+            head = str(OUT / "confidence" / "last.ckpt")
+            return export(head, self.source, self.dtype, str(folder), str(OUT / "calibration.json"))
+
+        self._do("bundle", "6 export, behind the gate", {}, (folder, folder / "calibration.json"), run)
+
+    def rollouts(self) -> None:
+        config = RolloutConfig.from_dict(read_recipe(self.recipes / "rollout.yaml"), str(self.recipes / "rollout.yaml"))
+        config = replace(
+            config, target=self.source, dtype=self.dtype, drafter=str(OUT / "bundle"), out=str(OUT / "rollouts"),
+            limit=self.size.rollout_prompts, samples_per_prompt=self.size.samples,
+            max_tokens=self.size.max_tokens or self.prepare_config.max_tokens,
+        )  # fmt: skip
+
+        def run() -> Result:
+            done = roll(config, self._with(OUT / "bundle"), self.quiet, title="rollouts")
+            return {k: done[k] for k in ("trajectories", "tokens", "finish_reasons")}
+
+        self._do("rollouts", "7 rollouts with the draft model", config.as_dict(), (OUT / "rollouts",), run)
+
+    def replay(self) -> None:
+        def run() -> Result:
+            got = replay_folder(str(OUT / "rollouts"), self.size.replayed, rescore=True, batch_size=5, quiet=self.quiet)
+            first = str(got.first_difference) if got.first_difference else None
+            return {"checked": got.checked, "tokens": got.tokens, "differing_bits": got.differing_bits, "first": first}
+
+        self._do("replay", "8 replay, bit for bit", {"sample": self.size.replayed}, (), run)
+
+    def feedback(self) -> None:
+        folder = OUT / "feedback"
+        extra = [f"--data.init_args.train=[{OUT / 'rollouts'}]", f"--model.init_args.drafter={OUT / 'bundle'}"]
+        extra += [f"--trainer.max_steps={min(10, self.size.steps or 10)}", "--trainer.val_check_interval=1.0"]
+
+        def run() -> Result:
+            self._fit("confidence", folder, extra, name="feedback")
+            return {}
+
+        config = {"recipe": sha256_file(self.recipes / "confidence.yaml"), "extra": extra}
+        self._do("feedback", "9 the trajectories train the head again", config, (folder / "last.ckpt",), run)
+
+    def measured(self) -> None:
+        def run() -> Result:
+            loaded, test = self._with(OUT / "bundle"), self._test_prompts()
+            budget = self.size.max_tokens or self.prepare_config.max_tokens
+            named = {"greedy": GREEDY, "recommended": RECOMMENDED, "hot": HOT}
+            done: Result = {name: equality(loaded, test, one, budget, self.quiet) for name, one in named.items()}
+            few = spread(test, self.size.speed_requests)
+            done["speed"] = speed(loaded, few, RECOMMENDED, budget, self.size.speed_repeats, self.quiet)
+            return done
+
+        self._do("measured", "acceptance and speed against plain decoding", {}, (), run)
+
+    # ---- helpers ----------------------------------------------------------------------------------------------------
+
+    def _do(self, name: str, title: str, inputs: dict[str, Any], outputs: tuple[Path, ...], run: Any) -> None:
+        """Every stage depends on its own inputs and on all that was made before it."""
+        stage = Stage(name, title, {**inputs, "before": dict(self.made)}, outputs, run)
+        self.stages.do(stage)
+        self.made.update({f"{name}:{path}": digest for path, digest in self.stages.digests[name].items()})
+
+    def _prepare_config(self) -> PrepareConfig:
+        path = self.recipes / "prepare.yaml"
+        config = PrepareConfig.from_dict(read_recipe(path), str(path))
+        size = self.size
+        return replace(
+            config, out=str(OUT / "responses"), limit=size.prompts or config.limit, splits=SPLITS,
+            max_tokens=size.max_tokens or config.max_tokens,
+        )  # fmt: skip
+
+    def _count_prompts(self, files: dict[str, Path]) -> Result:
+        return {split: sum(1 for _ in open(path, encoding="utf-8")) for split, path in files.items()}
+
+    def _test_prompts(self) -> list[Prompt]:
+        source = self.prepare_config.rollout("test").prompts
+        return spread(load_prompts(source, self.loaded.tokenizer).prompts, self.size.measured)
+
+    def _fit(self, recipe: str, folder: Path, extra: list[str], name: str = "") -> None:
+        arguments = [str(self.recipes / f"{recipe}.yaml"), f"--trainer.default_root_dir={folder}", *extra]
+        arguments += [f"--trainer.logger.init_args.name={name}"] if name else []
+        arguments += ["--trainer.enable_progress_bar=false"] if self.quiet else []
+        lightning_cli.run("fit", arguments, "lightning")
+
+    @cached_property
+    def loaded(self) -> Loaded:
+        return load(self.source, self.dtype)
+
+    def _with(self, bundle: Path) -> Loaded:
+        return load(self.source, self.dtype, bundle)
+
+
+def spread(prompts: list[Prompt], count: int) -> list[Prompt]:
+    """``count`` prompts, evenly over the list, so that every domain has its share."""
+    count = min(count, len(prompts))
+    return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
+def survival_ece(report: Report, slots: int) -> list[dict[str, Any]]:
+    """ECE and AUROC of the survival per slot and in the mean, the head before and after calibration."""
+    rows = []
+    for slot in [*range(1, slots + 1), "mean"]:
+        before, after = (report.row(name, "cumulative", slot) for name in ("head", "head_calibrated"))
+        rows.append({"slot": slot, "before": before["ece"], "after": after["ece"], "auroc": after["auroc"]})
+    return rows

@@ -1,0 +1,97 @@
+"""What the demo measures at the end: equality with plain decoding, acceptance at three temperatures, speed at batch
+1."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dspark.bench.acceptance import by_domain
+from dspark.bench.speed import compare
+from dspark.commands.running import Loaded, progress
+from dspark.contracts import Completion, Request, SamplingParams, VerifierName
+from dspark.corpus.prompts import Prompt
+from dspark.noise import derive_seed
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way to sample: a verifier and its temperature and top-p."""
+
+    verifier: VerifierName
+    temperature: float
+    top_p: float
+
+    @property
+    def title(self) -> str:
+        return f"{self.verifier}, temperature {self.temperature:g}, top-p {self.top_p:g}"
+
+
+def requests_for(prompts: Sequence[Prompt], setting: Setting, eos: tuple[int, ...], max_tokens: int) -> list[Request]:
+    """One request a prompt, seeded by its id."""
+    params = SamplingParams(temperature=setting.temperature, top_p=setting.top_p, max_tokens=max_tokens, stop_ids=eos)
+    return [Request(p.prompt_ids, params.with_seed(derive_seed(1, p.prompt_id, 0))) for p in prompts]
+
+
+def equality(
+    loaded: Loaded, prompts: Sequence[Prompt], setting: Setting, max_tokens: int, quiet: bool
+) -> dict[str, Any]:
+    """Speculative against plain decoding over ``prompts``: how many differ in ids or log-probabilities, with the counts
+    of drafts, acceptances and rejections that make the comparison mean something; acceptance by domain."""
+    requests = requests_for(prompts, setting, loaded.target.eos_ids, max_tokens)
+    plain, plain_seconds = _timed(Loaded(loaded.source, loaded.dtype, loaded.target, None), setting, requests, quiet)
+    spec, spec_seconds = _timed(loaded, setting, requests, quiet)
+    rounds = [r for c in spec for r in c.rounds]
+    slots = loaded.bundle.config.num_predictions if loaded.bundle else 0
+    pairs = zip((p.domain for p in prompts), (c.rounds for c in spec), strict=True)
+    differing = sum(
+        (a.token_ids, a.logprobs, a.raw_logprobs) != (b.token_ids, b.logprobs, b.raw_logprobs)
+        for a, b in zip(plain, spec, strict=True)
+    )
+    return {
+        "setting": asdict(setting),
+        "sequences": len(requests),
+        "tokens": sum(len(c.token_ids) for c in spec),
+        "differing": differing,
+        "drafted": sum(len(r.drafted) for r in rounds),
+        "accepted": sum(r.accepted for r in rounds),
+        "rejected": sum(r.accepted < r.verified for r in rounds),
+        "seconds": {"plain": plain_seconds, "speculative": spec_seconds},
+        "acceptance": {name: asdict(one) for name, one in by_domain(pairs, slots).items()},
+    }
+
+
+def _timed(loaded: Loaded, setting: Setting, requests: list[Request], quiet: bool) -> tuple[list[Completion], float]:
+    engine = loaded.engine(setting.verifier, None)
+    done, tokens = 0, 0
+    started = time.perf_counter()
+    kind = "speculative" if loaded.bundle else "plain"
+    with progress(f"{kind}, temperature {setting.temperature:g}", quiet=quiet) as bar:
+
+        def finished(_: int, completion: Completion) -> None:
+            nonlocal done, tokens
+            done, tokens = done + 1, tokens + len(completion.token_ids)
+            bar(done, len(requests), tokens)
+
+        completions = engine.generate(requests, finished)
+    return completions, time.perf_counter() - started
+
+
+def speed(
+    loaded: Loaded, prompts: Sequence[Prompt], setting: Setting, max_tokens: int, repeats: int, quiet: bool
+) -> dict[str, Any]:
+    """Plain and speculative decoding at batch 1, interleaved request by request, outputs compared."""
+    requests = requests_for(prompts, setting, loaded.target.eos_ids, max_tokens)
+    plain = Loaded(loaded.source, loaded.dtype, loaded.target, None).engine(setting.verifier, None, max_batch=1)
+    total, done = repeats * len(requests), 0
+    with progress("speed at batch 1", quiet=quiet) as bar:
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            bar(done, total, 0)
+
+        result = compare(plain, loaded.engine(setting.verifier, None, max_batch=1), requests, repeats, step)
+    return {"setting": asdict(setting), "requests": len(requests), "repeats": repeats, **asdict(result)}
