@@ -39,7 +39,7 @@ def shape(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min
     scaled = logits - logits.amax(-1, keepdim=True)
     scaled = scaled / torch.where(greedy, 1.0, temperature)[..., None]
     probs = scaled.softmax(-1)
-    order = logits.sort(-1, descending=True, stable=True).indices
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
     probs = probs * _keep_top_k(probs, order, top_k)
     probs = probs * _keep_top_p(probs, order, top_p)
     probs = probs * (probs >= min_p[..., None] * probs.amax(-1, keepdim=True))

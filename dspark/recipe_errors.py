@@ -6,14 +6,12 @@ have been accepted. An error of a form not known here keeps its innermost line, 
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import importlib
-import inspect
 import re
-import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from dspark.signatures import arguments, class_at
 
 Sources = Sequence[tuple[str, dict[str, Any]]]
 
@@ -53,27 +51,14 @@ def explain(text: str, sources: Sources, overrides: Sequence[str], known: Iterab
 
 
 def options(class_path: str) -> list[str]:
-    """The arguments of a class named by its import path, those of nested dataclasses dotted; [] when unimportable."""
-    module, _, name = class_path.rpartition(".")
+    """The arguments of a class named by its import path, those of nested dataclasses dotted; [] when not to be had."""
+    if class_path.endswith(("LightningModule", "LightningDataModule")):  # the section itself, before it names a class
+        return ["class_path", "init_args"]
+    cls = class_at(class_path)
     try:
-        cls = getattr(importlib.import_module(module), name)
-        if name in ("LightningModule", "LightningDataModule"):  # the section itself, before it names a class
-            return ["class_path", "init_args"]
-        return list(_options(cls))
-    except (ImportError, AttributeError, ValueError, TypeError, NameError):
+        return [argument.name for argument in arguments(cls)] if cls else []
+    except (NameError, TypeError, ValueError):  # annotations that cannot be resolved: no suggestion then
         return []
-
-
-def _options(cls: Any, prefix: str = "") -> Iterable[str]:
-    hints = typing.get_type_hints(cls.__init__)
-    for name, parameter in inspect.signature(cls).parameters.items():
-        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            continue
-        yield prefix + name
-        hint = hints.get(name)
-        for part in typing.get_args(hint) or (hint,):
-            if isinstance(part, type) and dataclasses.is_dataclass(part):
-                yield from _options(part, f"{prefix}{name}.")
 
 
 def _unknown(name: str, allowed: Iterable[str]) -> str:

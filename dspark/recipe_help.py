@@ -6,15 +6,12 @@ names the way to the rest.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from pathlib import Path
 from typing import Any
 
-from docstring_parser import parse as parse_docstring
-
 from dspark.help_text import fill, table
 from dspark.recipe import first_comment, read_recipe
+from dspark.signatures import REQUIRED, Argument, arguments, class_at
 
 WHAT = {
     "fit": "Train what a recipe describes; checkpoints hold the draft model only, never the target.",
@@ -76,32 +73,30 @@ def recipe_page(program: str, verb: str, path: str) -> str:
 
 
 def _section(section: str, given: dict[str, Any]) -> str:
-    class_path = str(given["class_path"])
-    head = f"{section}: {class_path}"
-    module, _, name = class_path.rpartition(".")
-    try:
-        cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError):
+    head = f"{section}: {given['class_path']}"
+    cls = class_at(str(given["class_path"]))
+    if cls is None:
         return f"{head}\n  (cannot be imported)"
-    rows = _rows(section, cls, given.get("init_args") or {})
+    rows = _rows(section, list(arguments(cls)), given.get("init_args") or {})
     return f"{head}\n{table(rows)}" if rows else head
 
 
-def _rows(section: str, cls: type, given: dict[str, Any]) -> list[tuple[str, str]]:
-    texts = {p.arg_name: p.description for p in parse_docstring(cls.__doc__ or "").params}
+def _rows(section: str, found: list[Argument], given: dict[str, Any]) -> list[tuple[str, str]]:
+    groups = {argument.name.rpartition(".")[0] for argument in found}
     rows = []
-    for name, parameter in inspect.signature(cls).parameters.items():
-        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            continue
-        if name in given:
-            value = f"recipe: {_value(given[name])}"
-        elif parameter.default is inspect.Parameter.empty:
-            value = "required"
-        else:
-            value = f"default: {_value(parameter.default)}"
-        words = " ".join((texts.get(name) or "").split())
-        rows.append((f"--{section}.{name}", f"{words} ({value})".strip()))
+    for argument in found:
+        origin, value = _origin(argument, given)
+        note = "" if argument.name in groups else f"({origin})" if value is REQUIRED else f"({origin}: {_value(value)})"
+        rows.append((f"--{section}.{argument.name}", f"{argument.text} {note}".strip()))
     return rows
+
+
+def _origin(argument: Argument, given: Any) -> tuple[str, Any]:
+    for part in argument.name.split("."):
+        if not isinstance(given, dict) or part not in given:
+            return ("required" if argument.default is REQUIRED else "default"), argument.default
+        given = given[part]
+    return "recipe", given
 
 
 def _value(value: Any) -> str:

@@ -52,7 +52,7 @@ class PrepareConfig:
             known = ", ".join(f.name for f in fields(cls))
             raise DsparkError(f"{where}: expected known keys, but got {sorted(unknown)[0]!r}. Known: {known}.")
         config = cls(**values)
-        if isinstance(config.splits, str) or not config.splits:
+        if not isinstance(config.splits, list | tuple) or not config.splits:
             raise DsparkError(f"{where}: expected splits to be a list of names, but got {config.splits!r}.")
         return config
 

@@ -209,7 +209,7 @@ class Demo:
     def feedback(self) -> None:
         folder = OUT / "feedback"
         extra = [f"--data.init_args.train=[{OUT / 'rollouts'}]", f"--model.init_args.drafter={OUT / 'bundle'}"]
-        extra += [f"--trainer.max_steps={min(10, self.size.steps or 10)}", "--trainer.val_check_interval=1.0"]
+        extra += [f"--trainer.max_steps={min(10, self.size.steps or 10)}", f"--trainer.val_check_interval={min(10, self.size.steps or 10)}"]
 
         def run() -> Result:
             self._fit("confidence", folder, extra, name="feedback")

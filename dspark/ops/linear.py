@@ -1,9 +1,10 @@
 """Invariant matrix product: a row's bits do not depend on the other rows, their number, or the thread count.
 
 The weight is packed on first use; the packed copy is kept beside the tensor *object* (not in its ``__dict__``, which
-would travel into checkpoints) and made anew when the tensor was written in place. Writes through ``weight.data``
-or numpy are invisible to torch's version counter: call ``forget(weight)`` after them. Keep the same tensor object
-between calls; a fresh view packs again.
+would travel into checkpoints) and made anew when the tensor changed: when its version counter or address moved, or
+one of 16 sampled elements did (torch's fused optimizers and ``weight.data`` write without counting). Only an edit of
+a few elements behind torch's back goes unseen: call ``forget(weight)`` after one. Keep the same tensor object between
+calls; a fresh view packs again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark.ops.native import DTYPE_CODE, check, dtype_code, lib, raise_status, refuse, threads
+from dspark.ops.native import DTYPE_CODE, STALE, check, dtype_code, lib, raise_status, refuse, threads
 
 
 @dataclass(slots=True)
@@ -87,10 +88,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: tor
     n, i = x.shape
     o = weight.shape[0]
     out = torch.empty((n, o), dtype=out_dtype or x.dtype)
-    status = lib().dspark_linear(
-        out.data_ptr(), x.data_ptr(), packed_address(weight), None if bias is None else bias.data_ptr(), n, i, o,
-        code, DTYPE_CODE[out.dtype], threads(),
-    )  # fmt: skip
+    bias_address = None if bias is None else bias.data_ptr()
+    for _ in range(2):
+        status = lib().dspark_linear(
+            out.data_ptr(), x.data_ptr(), weight.data_ptr(), packed_address(weight), bias_address, n, i, o, code,
+            DTYPE_CODE[out.dtype], threads(),
+        )  # fmt: skip
+        if status != STALE:
+            break
+        forget(weight)
     if status:
         raise_status("linear", status)
     return out

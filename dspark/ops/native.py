@@ -17,7 +17,7 @@ from dspark.contracts import DsparkError
 
 DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1}
 threads = torch.get_num_threads
-OUT_OF_MEMORY, BROKEN_ROW, OUTSIDE = 1, 2, 4  # status bits a kernel returns
+OUT_OF_MEMORY, BROKEN_ROW, OUTSIDE, STALE = 1, 2, 4, 8  # status bits a kernel returns
 
 
 @functools.cache

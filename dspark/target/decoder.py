@@ -142,12 +142,12 @@ class Target:
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = ops.linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), heads + 2 * kv_heads, config.head_dim)
-        query, key = qkv[:, :heads].contiguous(), qkv[:, heads : heads + kv_heads].contiguous()
+        query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             query = ops.rms_norm(query, layer.q_norm, config.rms_norm_eps)
             key = ops.rms_norm(key, layer.k_norm, config.rms_norm_eps)
         keys.index_copy_(0, rows, ops.rotary(key, cos, sin))
-        values.index_copy_(0, rows, qkv[:, heads + kv_heads :])
+        values.index_copy_(0, rows, value)
         mixed = ops.attention(ops.rotary(query, cos, sin), keys, values, begin, end, config.head_dim**-0.5)
         return ops.linear(mixed.flatten(1), layer.output, layer.output_bias)
 

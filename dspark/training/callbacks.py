@@ -18,30 +18,38 @@ from dspark.training.batches import SequenceBatch
 from dspark.training.checkpoint import PREFIX
 
 
-class BestCheckpoint(ModelCheckpoint):
+class _InRootDir(ModelCheckpoint):
+    """Checkpoints go to the trainer's default_root_dir itself unless ``dirpath`` says otherwise: one place to override."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.dirpath = self.dirpath or trainer.default_root_dir
+        super().setup(trainer, pl_module, stage)
+
+
+class BestCheckpoint(_InRootDir):
     """best.ckpt: the draft model with the best `monitor` so far, looked at after every validation.
 
     Args:
-        dirpath: folder of the checkpoints.
+        dirpath: folder of the checkpoints; null takes trainer.default_root_dir.
         monitor: validation metric that decides.
         mode: max or min.
     """
 
-    def __init__(self, dirpath: str, monitor: str = "val/tau", mode: str = "max"):
+    def __init__(self, dirpath: str | None = None, monitor: str = "val/tau", mode: str = "max"):
         super().__init__(
             dirpath=dirpath, filename="best", monitor=monitor, mode=mode, save_top_k=1, enable_version_counter=False
         )
 
 
-class LastCheckpoint(ModelCheckpoint):
+class LastCheckpoint(_InRootDir):
     """last.ckpt, written every `every_n_train_steps` steps and when training ends: what a run resumes from.
 
     Args:
-        dirpath: folder of the checkpoints.
+        dirpath: folder of the checkpoints; null takes trainer.default_root_dir.
         every_n_train_steps: how much work a killed run may lose.
     """
 
-    def __init__(self, dirpath: str, every_n_train_steps: int = 100):
+    def __init__(self, dirpath: str | None = None, every_n_train_steps: int = 100):
         super().__init__(
             dirpath=dirpath,
             filename="last",

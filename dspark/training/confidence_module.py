@@ -69,6 +69,7 @@ class ConfidenceModule(FrozenTargetModule):
         self.optimizer_options = as_options(OptimizerOptions, optimizer or OptimizerOptions(warmup_steps=5))
         self.reset_head = reset_head
         self.drafter: Drafter | None = None
+        self._running: list[Drafter] = []  # in a list, so that it is no submodule
         rest = {"temperature": temperature, "reset_head": reset_head, "target_dtype": target_dtype}
         rest |= {"max_skipped_share": max_skipped_share, "optimizer": self.optimizer_options}
         self.save_hyperparameters(plain(target=target, drafter=drafter, labels=labels, **rest))
@@ -85,9 +86,18 @@ class ConfidenceModule(FrozenTargetModule):
         if self.reset_head:
             for parameter in self.drafter.confidence_head.parameters():
                 torch.nn.init.zeros_(parameter)
+        self._running.append(self._runner_side())
         self.train(self.training)  # the trainer leaves modes as it finds them
         slots = self.drafter.config.num_predictions
         self.slot_metrics = torch.nn.ModuleDict({name: kind(slots) for name, kind in _METRICS.items()})
+
+    def _runner_side(self) -> Drafter:
+        """The draft model in the runner's dtype: the frozen layers' outputs must be the ones that serving will see."""
+        if self.drafter.dtype == self.target.dtype:
+            return self.drafter
+        running = Drafter(self.drafter.config)
+        running.load_state_dict(self.drafter.state_dict())
+        return running.to(self.target.dtype).bind(self.target.embed_weight, self.target.head_weight).eval()
 
     def configure_optimizers(self) -> dict[str, Any]:
         total = self.optimizer_options.total_steps or self.trainer.max_steps
@@ -102,6 +112,8 @@ class ConfidenceModule(FrozenTargetModule):
         if self.drafter is not None:
             self.drafter.eval()
             self.drafter.confidence_head.train(mode)
+            if not mode and self._running and self._running[0] is not self.drafter:
+                self._running[0].confidence_head.load_state_dict(self.drafter.confidence_head.state_dict())
         return self
 
     # ---- one step -----------------------------------------------------------------------------------------------
@@ -111,7 +123,7 @@ class ConfidenceModule(FrozenTargetModule):
         if len(batch.anchors) == 0:
             return None
         self._check_width(batch)
-        slots, drafter = self.drafter.config.num_predictions, self.drafter
+        slots, drafter = self.drafter.config.num_predictions, self._running[0]
         drafted = torch.nn.functional.pad(batch.drafted, (0, slots - batch.drafted.shape[1]))
         labels, observed = observed_events(batch.verified, batch.accepted, slots)
         seen = capture(self.target, batch, drafter.config.target_layer_ids)
@@ -126,7 +138,11 @@ class ConfidenceModule(FrozenTargetModule):
             draft_logits = drafter.draft_logits(hidden, anchor_ids, drafted) if wanted else None
         if self.label_kind != "observed":
             labels = self._analytic(seen.hidden, begin + batch.anchors, observed, draft_logits)
-        return Judged(drafter.draft_confidence(hidden, anchor_ids, drafted), labels, observed, draft_logits)
+        if self.training:  # fp32 with gradient; otherwise the runner's own arithmetic, bit for bit
+            logits = self.drafter.draft_confidence(hidden.to(self.drafter.dtype), anchor_ids, drafted)
+        else:
+            logits = drafter.draft_confidence(hidden, anchor_ids, drafted)
+        return Judged(logits, labels, observed, draft_logits)
 
     def _check_width(self, batch: RoundBatch) -> None:
         slots, width = self.drafter.config.num_predictions, int(batch.verified.max())

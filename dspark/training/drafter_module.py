@@ -149,24 +149,26 @@ class DrafterModule(FrozenTargetModule):
         judged = self._judge(batch)
         loss, means = self._combine(self._loss_terms(judged) if judged else {})
         if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
-            self._log_step(loss, means)
+            self._log_step(means)
         return loss
 
     def _combine(self, terms: dict[str, losses.SumCount]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted sum of the losses' means over all ranks, and the means; a loss of 0 that touches every parameter
-        where nothing counts."""
-        none = torch.zeros(())
-        counts = self.across_ranks(torch.stack([terms[n][1] if n in terms else none for n in self._weights]))
-        world = self.trainer.world_size  # gradients are averaged over ranks: undo it
-        means = {n: terms[n][0] * world / counts[i].clamp_min(1e-6) for i, n in enumerate(self._weights) if n in terms}
-        loss = sum((self._weights[name] * value for name, value in means.items()), torch.zeros(()))
-        if not means or world > 1:
+        """The weighted sum of the losses' means, and the means for the log: sums and weights are added over all ranks
+        before they are divided. A rank where nothing counts gives a loss of 0 that touches every parameter."""
+        none = (torch.zeros(()), torch.zeros(()))
+        table = torch.stack([torch.stack(terms.get(name, none)) for name in self._weights])
+        totals = self.across_ranks(table)
+        counts, world = totals[:, 1].clamp_min(1e-6), self.trainer.world_size
+        weights = torch.tensor(list(self._weights.values()))
+        loss = (weights * table[:, 0] / counts).sum() * world  # gradients are averaged over ranks: undo it
+        if not terms or world > 1:
             loss = loss + self.zero_loss()
-        return loss, means
+        return loss, dict(zip(self._weights, totals[:, 0] / counts, strict=True))
 
-    def _log_step(self, loss: Tensor, means: dict[str, Tensor]) -> None:
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=1)
-        values = {f"train/{name}": value.detach() for name, value in means.items()}
+    def _log_step(self, means: dict[str, Tensor]) -> None:
+        total = sum(self._weights[name] * value for name, value in means.items())
+        self.log("train/loss", total, prog_bar=True, batch_size=1)
+        values = {f"train/{name}": value for name, value in means.items()}
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
         self.log_dict({**values, "train/lr": rate, "train/skipped": float(self.skips.skipped)}, batch_size=1)
 

@@ -106,5 +106,6 @@ class FrozenTargetModule(LightningModule):
         return torch.stack(terms).sum()
 
     def across_ranks(self, values: Tensor) -> Tensor:
-        """Sum of `values` over all ranks (itself with one rank)."""
-        return values if self.trainer.world_size == 1 else self.all_gather(values.detach()).sum(dim=0)
+        """Sum of `values` over all ranks, detached."""
+        values = values.detach()
+        return values if self.trainer.world_size == 1 else self.trainer.strategy.reduce(values.clone(), reduce_op="sum")

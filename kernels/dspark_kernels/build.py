@@ -40,7 +40,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {  # name -> (result, arguments); p poi
     "dspark_has_fma": ("i", ""),
     "dspark_packed_bytes": ("l", "lli"),
     "dspark_pack_weight": ("", "ppllii"),
-    "dspark_linear": ("i", "pppplll" + "iii"),
+    "dspark_linear": ("i", "ppppp" + "lll" + "iii"),
     "dspark_rms_norm": ("", "ppp" + "llll" + "fii"),
     "dspark_add_rms_norm": ("", "ppppp" + "ll" + "fii"),
     "dspark_rotary": ("", "pppp" + "llll" + "ii"),
@@ -111,6 +111,7 @@ def source_hash() -> str:
 
 
 def cache_dir() -> Path:
+    """Where builds are kept: $DSPARK_KERNEL_CACHE, else the user's cache folder."""
     named = os.environ.get("DSPARK_KERNEL_CACHE")
     if named:
         return Path(named)
@@ -127,20 +128,22 @@ def _torch_gomp() -> list[str]:
     return ["-fopenmp"]
 
 
-def _build(target: Path) -> None:
+def build(target: Path, flags: tuple[str, ...] = FLAGS) -> None:
+    """Compiles every source with these flags and moves the shared library to ``target``."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
         sources = sorted(SOURCES.glob("*.c"))
         objects = [str(Path(work) / (source.stem + ".o")) for source in sources]
-        commands = [[compiler(), *FLAGS, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
+        commands = [[compiler(), *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
         with ThreadPoolExecutor() as pool:
-            list(pool.map(_run, commands))
+            list(pool.map(run, commands))
         built = Path(work) / target.name
-        _run([compiler(), "-shared", "-o", str(built), *objects, *_torch_gomp(), "-lm"])
+        run([compiler(), "-shared", "-o", str(built), *objects, *_torch_gomp(), "-lm"])
         os.replace(built, target)
 
 
-def _run(command: list[str]) -> None:
+def run(command: list[str]) -> None:
+    """Runs a compiler command; RuntimeError with its last words when it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(
@@ -149,7 +152,8 @@ def _run(command: list[str]) -> None:
         )
 
 
-def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+    """Sets argument and result types of every kernel, so that calls need no conversion code."""
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(lib, name)
         function.restype = _CTYPES[result]
@@ -166,9 +170,9 @@ def library() -> ctypes.CDLL:
     target = cache_dir() / key / "libdspark.so"
     if not target.exists():
         try:
-            _build(target)
+            build(target)
         except OSError as error:
             raise RuntimeError(
                 f"kernels: expected a writable cache folder, but got {error}. Set DSPARK_KERNEL_CACHE to one."
             ) from error
-    return _declare(ctypes.CDLL(str(target)))
+    return declare(ctypes.CDLL(str(target)))

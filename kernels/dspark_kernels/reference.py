@@ -102,7 +102,7 @@ def shape_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     """Row by row, in words: sort, keep k, keep the nucleus, keep what is not too small, renormalise."""
     out = torch.zeros_like(logits)
     for n in range(logits.shape[0]):
-        ranked, order = logits[n].double().sort(descending=True, stable=True)
+        ranked, order = logits[n].double().sort(dim=-1, descending=True, stable=True)
         if temperature[n] == 0:
             out[n, order[0]] = 1.0
             continue

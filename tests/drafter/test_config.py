@@ -64,7 +64,7 @@ def test_dflash_convention_needs_two_slots(config):
     assert config(block_size=5, sample_from_anchor=True).num_predictions == 5
 
 
-MIXES = itertools.product(("vanilla", "gated", "rnn"), (0, 6), (False, True), (False, True), (0, 20))
+MIXES = tuple(itertools.product(("vanilla", "gated", "rnn"), (0, 6), (False, True), (False, True), (0, 20)))
 
 
 @pytest.mark.parametrize(("head", "rank", "confidence", "with_markov", "vocabulary"), MIXES)

@@ -37,11 +37,14 @@ def prompt() -> torch.Tensor:
     return torch.tensor(tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False))
 
 
-def test_logits_equal_transformers(ours, theirs, prompt):
-    hidden, features, _ = ours.forward_sequences([prompt], (-1, 9, 29))
+@pytest.mark.parametrize("text", ["chat", "noise"])
+def test_logits_equal_transformers(ours, theirs, prompt, text):
+    noise = torch.randint(3, 49152, (40,), generator=torch.Generator().manual_seed(1))
+    ids = prompt if text == "chat" else noise
+    hidden, features, _ = ours.forward_sequences([ids], (-1, 9, 29))
     with torch.no_grad():
-        result = theirs(prompt[None], output_hidden_states=True)
-    assert (ours.logits(hidden) - result.logits[0]).abs().max() <= 1e-4
+        result = theirs(ids[None], output_hidden_states=True)
+    assert float((ours.logits(hidden) - result.logits[0]).abs().max()) <= 1e-4
     for i, layer in enumerate((-1, 9)):  # transformers' last one is after the norm, so it has no counterpart
         part, state = features[:, i * 576 : (i + 1) * 576], result.hidden_states[layer + 1][0]
         torch.testing.assert_close(part, state, atol=1e-3, rtol=1e-4)

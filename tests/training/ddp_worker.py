@@ -5,6 +5,7 @@ Lightning starts the second process by running this very file again.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from dspark.training.data import TrajectoryDataModule
 
 
 def main(ranks: int, data_dir: str, out: str) -> None:
+    faulthandler.dump_traceback_later(200, exit=True)  # a hang is a failure with a traceback
     frozen.load_target = lambda source, dtype: tiny.make_target()
     # Everything fits one batch, so of two ranks the second has none: no sequence, no anchor.
     data = TrajectoryDataModule([data_dir], val=[data_dir], token_budget=10_000)
@@ -27,7 +29,7 @@ def main(ranks: int, data_dir: str, out: str) -> None:
     trainer.fit(module, data)
     if trainer.is_global_zero:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        metrics["weights"] = float(sum(p.double().abs().sum() for p in module.parameters()))
+        metrics["weights"] = float(sum(p.detach().double().abs().sum() for p in module.parameters()))
         Path(out).write_text(json.dumps(metrics))
 
 

@@ -42,7 +42,9 @@ def bce(module: ConfidenceModule, data: RoundsDataModule) -> float:
 
 
 @pytest.mark.parametrize("labels", ["observed", "rejection", "coupled", "greedy"])
-def test_only_the_head_moves_and_the_loss_falls(tiny: Any, target: Any, draft: Path, data_dir: Path, tmp_path: Path, labels: str) -> None:
+def test_only_the_head_moves_and_the_loss_falls(
+    tiny: Any, target: Any, draft: Path, data_dir: Path, tmp_path: Path, labels: str
+) -> None:
     before = load_drafter(draft, target).state_dict()
     module, data = make(draft, labels=labels, reset_head=True), rounds(data_dir)
     module.setup("fit")
@@ -81,7 +83,9 @@ def test_loss_stays_bounded_with_huge_hidden_states(target: Any, draft: Path, da
     assert bce(module, rounds(data_dir)) < 30
 
 
-def test_predict_gives_calibration_what_it_reads(tiny: Any, target: Any, draft: Path, data_dir: Path, tmp_path: Path) -> None:
+def test_predict_gives_calibration_what_it_reads(
+    tiny: Any, target: Any, draft: Path, data_dir: Path, tmp_path: Path
+) -> None:
     from dspark.calibration.events import Events
 
     data = rounds(data_dir)
@@ -95,7 +99,9 @@ def test_predict_gives_calibration_what_it_reads(tiny: Any, target: Any, draft: 
         assert torch.equal(events.conditional_observed, record["observed"])
 
 
-def test_test_step_reports_per_slot_metrics(tiny: Any, target: Any, draft: Path, data_dir: Path, tmp_path: Path) -> None:
+def test_test_step_reports_per_slot_metrics(
+    tiny: Any, target: Any, draft: Path, data_dir: Path, tmp_path: Path
+) -> None:
     (logged,) = tiny.make_trainer(tmp_path, 1).test(make(draft), rounds(data_dir), verbose=False)
     for name in ("ece", "brier", "nll", "auroc", "predicted", "observed"):
         assert f"test/{name}_0" in logged
@@ -126,7 +132,9 @@ def test_a_bundle_directory_serves_as_well(target: Any, draft: Path, data_dir: P
         load_drafter(folder, target)
 
 
-def test_missing_draft_model_and_missing_head_are_clear_errors(tiny: Any, target: Any, data_dir: Path, tmp_path: Path) -> None:
+def test_missing_draft_model_and_missing_head_are_clear_errors(
+    tiny: Any, target: Any, data_dir: Path, tmp_path: Path
+) -> None:
     with pytest.raises(DsparkError, match="Train it first"):
         make(tmp_path / "none.ckpt").setup("fit")
     trainer = tiny.make_trainer(tmp_path, 1, limit_val_batches=0)

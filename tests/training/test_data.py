@@ -132,7 +132,9 @@ def test_a_changed_shard_is_refused(data_dir: Path) -> None:
         read_samples([str(data_dir)])
 
 
-@pytest.mark.parametrize("manifest", [{}, {"state": "running", "shards": []}, [1], {"state": "complete", "shards": [{}]}])
+@pytest.mark.parametrize(
+    "manifest", [{}, {"state": "running", "shards": []}, [1], {"state": "complete", "shards": [{}]}]
+)
 def test_an_unfinished_or_foreign_manifest_is_refused(data_dir: Path, manifest: Any) -> None:
     (data_dir / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DsparkError):

@@ -23,7 +23,9 @@ def fit(tiny: Any, module: Any, path: Path, tmp_path: Path, steps: int, **option
 
 
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
-def test_every_parameter_and_slot_zero_get_gradient(tiny: Any, target: Any, data_dir: Path, tmp_path: Path, head: str) -> None:
+def test_every_parameter_and_slot_zero_get_gradient(
+    tiny: Any, target: Any, data_dir: Path, tmp_path: Path, head: str
+) -> None:
     module = tiny.make_module(markov_head=head)
     trainer, data = fit(tiny, module, data_dir, tmp_path, 1, limit_val_batches=0)
     module.train()
@@ -50,7 +52,9 @@ def test_training_learns_one_sequence_by_heart(tiny: Any, target: Any, tmp_path:
     assert float(lengths.float().mean()) > 0.9 * float(1 + judged.counted.sum(-1).float().mean())
 
 
-def test_validation_reports_and_training_mode_comes_back(tiny: Any, target: Any, data_dir: Path, tmp_path: Path) -> None:
+def test_validation_reports_and_training_mode_comes_back(
+    tiny: Any, target: Any, data_dir: Path, tmp_path: Path
+) -> None:
     module = tiny.make_module(draft_vocab_size=25)
     trainer, _ = fit(tiny, module, data_dir, tmp_path, 2, val_check_interval=1)
     logged = trainer.callback_metrics

@@ -15,7 +15,9 @@ from dspark.training.data import TrajectoryDataModule
 STEPS = 8
 
 
-def run(tiny: Any, data_dir: Path, root: Path, steps: int, resume: Path | None = None, **options: Any) -> tuple[Any, Any, Any]:
+def run(
+    tiny: Any, data_dir: Path, root: Path, steps: int, resume: Path | None = None, **options: Any
+) -> tuple[Any, Any, Any]:
     data = TrajectoryDataModule([str(data_dir)], val=[str(data_dir)], token_budget=60, anchors_per_sequence=4)
     log = SampleLog()
     callbacks = [log, LastCheckpoint(str(root), every_n_train_steps=1000), *options.pop("callbacks", [])]
@@ -51,7 +53,9 @@ def test_resume_after_a_kill_in_the_middle_of_an_epoch(tiny: Any, target: Any, d
     on_the_way = LastCheckpoint(str(tmp_path / "way"), every_n_train_steps=3)
     on_the_way.on_train_end = lambda *_: None
     run(tiny, data_dir, tmp_path / "first", 5, callbacks=[on_the_way], val_check_interval=2)
-    _, module, lines = run(tiny, data_dir, tmp_path / "rest", STEPS, tmp_path / "way" / "last.ckpt", val_check_interval=2)
+    _, module, lines = run(
+        tiny, data_dir, tmp_path / "rest", STEPS, tmp_path / "way" / "last.ckpt", val_check_interval=2
+    )
     assert lines.lines == all_lines.lines[3:]
     for name, tensor in whole.state_dict().items():
         assert torch.equal(module.state_dict()[name], tensor), name
@@ -66,13 +70,23 @@ def test_resume_with_another_shape_is_refused(tiny: Any, target: Any, data_dir: 
         )
 
 
-def test_tensorboard_goes_on_in_the_same_folder_and_purges(tiny: Any, target: Any, data_dir: Path, tmp_path: Path) -> None:
+def test_tensorboard_goes_on_in_the_same_folder_and_purges(
+    tiny: Any, target: Any, data_dir: Path, tmp_path: Path
+) -> None:
     def logger() -> ResumableTensorBoard:
         return ResumableTensorBoard("run", save_dir=str(tmp_path / "tb"))
 
     run(tiny, data_dir, tmp_path / "half", 5, logger=logger(), callbacks=[PurgeOnResume()])
     again = logger()
-    run(tiny, data_dir, tmp_path / "rest", STEPS, tmp_path / "half" / "last.ckpt", logger=again, callbacks=[PurgeOnResume()])
+    run(
+        tiny,
+        data_dir,
+        tmp_path / "rest",
+        STEPS,
+        tmp_path / "half" / "last.ckpt",
+        logger=again,
+        callbacks=[PurgeOnResume()],
+    )
     assert again.resumed_at == 5
     assert Path(again.log_dir) == tmp_path / "tb" / "run"
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

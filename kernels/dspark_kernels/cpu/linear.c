@@ -6,12 +6,25 @@
  */
 #include "tile.h"
 
+#define SAMPLES 16 /* weights kept unpacked behind the panels, to notice a write that torch's version counter misses */
 #define GROUP_BYTES (192 * 1024)
 #define ROW_CHUNK (MR * 64)
 
 EXPORT int64_t dspark_packed_bytes(int64_t o, int64_t i, int dtype) {
-    int64_t bytes = (o + NR - 1) / NR * NR * i * (dtype == F32 ? 4 : 2);
-    return bytes + 64;
+    return (o + NR - 1) / NR * NR * i * (dtype == F32 ? 4 : 2) + 4 * SAMPLES;
+}
+
+INLINE uint32_t sample(const void *weight, int64_t count, int s, int dtype) {
+    int64_t at = (count - 1) * s / (SAMPLES - 1);
+    return dtype == F32 ? ((const uint32_t *)weight)[at] : ((const uint16_t *)weight)[at];
+}
+
+/* Does the weight still look as it did when it was packed? An optimizer step changes all of it. */
+static int stale(const void *packed, const void *weight, int64_t o, int64_t i, int dtype) {
+    const uint32_t *kept = (const void *)((const char *)packed + dspark_packed_bytes(o, i, dtype) - 4 * SAMPLES);
+    for (int s = 0; s < SAMPLES && o * i > 0; s++)
+        if (kept[s] != sample(weight, o * i, s, dtype)) return 1;
+    return 0;
 }
 
 static void pack_panel(char *dst, const char *src, int64_t o0, int64_t o, int64_t i, int dtype) {
@@ -33,6 +46,8 @@ EXPORT void dspark_pack_weight(void *dst, const void *src, int64_t o, int64_t i,
     int64_t panels = (o + NR - 1) / NR, bytes = i * NR * (dtype == F32 ? 4 : 2);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t p = 0; p < panels; p++) pack_panel((char *)dst + p * bytes, src, p * NR, o, i, dtype);
+    for (int s = 0; s < SAMPLES && o * i > 0; s++)
+        ((uint32_t *)((char *)dst + panels * bytes))[s] = sample(src, o * i, s, dtype);
 }
 
 typedef struct {
@@ -144,9 +159,10 @@ static void run_chunk(const Linear *a, int64_t rows, int threads) {
     }
 }
 
-/* Returns 0, or 1 when scratch could not be allocated. */
-EXPORT int dspark_linear(void *out, const void *x, const void *packed, const void *bias, int64_t n, int64_t i,
-                         int64_t o, int dtype, int out_dtype, int threads) {
+/* Returns 0; 1 when scratch could not be allocated; 8 when `weight` is no longer what `packed` was made of. */
+EXPORT int dspark_linear(void *out, const void *x, const void *weight, const void *packed, const void *bias, int64_t n,
+                         int64_t i, int64_t o, int dtype, int out_dtype, int threads) {
+    if (stale(packed, weight, o, i, dtype)) return 8;
     Linear a = {out, x, packed, bias, n, i, o, (o + NR - 1) / NR, i * NR * (dtype == F32 ? 4 : 2), dtype, out_dtype,
                 NULL, 0};
     a.packed = dspark_scratch(0, (size_t)(min64(n, ROW_CHUNK) * i + 16) * sizeof(float));

@@ -1,5 +1,6 @@
 /* From logits to the law a token is drawn from, and log-probabilities. Rows are independent; every sum is in one
- * fixed order (16 lanes and a tree over the vocabulary, or one chain in double over sorted candidates).
+ * fixed order (runs of 1024 logits in 16 fp32 lanes, the runs in double; or one chain in double over sorted
+ * candidates), so that a nucleus of 0.999 still ends at the right token.
  *
  * shape: e_v = exp((l_v - max) / T); keep the top_k largest; of those the shortest prefix with mass >= top_p; of
  * those e >= min_p (the largest e is 1); divide by the sum. Order: logit descending, then token id ascending.
@@ -8,6 +9,7 @@
  */
 #include "vec.h"
 
+#define RUN 1024 /* logits per fp32 partial sum */
 #define CELL 16 /* logits per cell maximum, for the top-k threshold; doubled while cells outnumber 4 top_k */
 
 typedef struct {
@@ -54,8 +56,8 @@ static float row_max(const float *x, int64_t n, int *bad) {
     return m;
 }
 
-/* p_v = e_v (0 where e_v < floor) when p is given; returns the sum over what is kept. */
-INLINE float exponentials(const float *x, float *p, int64_t n, float max, float t, float floor) {
+/* exponentials() over one run of at most RUN logits. */
+INLINE float run_exponentials(const float *x, float *p, int64_t n, float max, float t, float floor) {
     vf acc[LANES / VW];
     float lane[LANES] __attribute__((aligned(64)));
     for (int v = 0; v < LANES / VW; v++) acc[v] = vset1(0.0f);
@@ -77,6 +79,14 @@ INLINE float exponentials(const float *x, float *p, int64_t n, float max, float 
         lane[l] += e;
     }
     return lane_sum(lane);
+}
+
+/* p_v = e_v (0 where e_v < floor) when p is given; returns the sum over what is kept. */
+static double exponentials(const float *x, float *p, int64_t n, float max, float t, float floor) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; i += RUN)
+        sum += run_exponentials(x + i, p ? p + i : NULL, n - i < RUN ? n - i : RUN, max, t, floor);
+    return sum;
 }
 
 static void scale(float *p, int64_t n, float by) {
@@ -241,8 +251,8 @@ static int shape_row(Shape *s) {
         return 0;
     }
     if (s->top_p < 1.0f || (s->top_k > 0 && s->top_k < s->v)) return shape_sorted(s);
-    float sum = exponentials(s->logits, s->p, s->v, s->max, s->temperature, s->min_p);
-    scale(s->p, s->v, 1.0f / sum);
+    double sum = exponentials(s->logits, s->p, s->v, s->max, s->temperature, s->min_p);
+    scale(s->p, s->v, (float)(1.0 / sum));
     return 0;
 }
 
@@ -271,7 +281,7 @@ EXPORT int dspark_raw_logprob(float *out, const float *logits, const int64_t *id
         }
         float max = row_max(x, v, &bad);
         if (bad) status |= 2;
-        out[r] = (x[ids[r]] - max) - log1_prob(exponentials(x, NULL, v, max, 1.0f, 0.0f));
+        out[r] = (x[ids[r]] - max) - log1_prob((float)exponentials(x, NULL, v, max, 1.0f, 0.0f));
     }
     return status;
 }
