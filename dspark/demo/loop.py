@@ -117,8 +117,7 @@ class Demo:
         self._do("responses", "2 answers by the target", config, folders, run)
 
     def drafter(self) -> None:
-        folder, steps = OUT / "drafter", self.size.steps
-        extra = [f"--trainer.max_steps={steps}", f"--trainer.val_check_interval={steps}"] if steps else []
+        folder, extra = OUT / "drafter", _steps(self.size.steps)
 
         def run() -> Result:
             self._fit("drafter", folder, extra)
@@ -145,8 +144,7 @@ class Demo:
         self._do("events", "4a rounds the verifier judged", {"limit": self.size.event_prompts}, folders, run)
 
     def confidence(self) -> None:
-        folder, steps = OUT / "confidence", self.size.steps
-        extra = [f"--trainer.max_steps={steps}", f"--trainer.val_check_interval={steps}"] if steps else []
+        folder, extra = OUT / "confidence", _steps(self.size.steps)
         config = {"recipe": sha256_file(self.recipes / "confidence.yaml"), "extra": extra}
 
         def run() -> Result:
@@ -207,9 +205,9 @@ class Demo:
         self._do("replay", "8 replay, bit for bit", {"sample": self.size.replayed}, (), run)
 
     def feedback(self) -> None:
-        folder = OUT / "feedback"
+        folder, steps = OUT / "feedback", min(10, self.size.steps or 10)
         extra = [f"--data.init_args.train=[{OUT / 'rollouts'}]", f"--model.init_args.drafter={OUT / 'bundle'}"]
-        extra += [f"--trainer.max_steps={min(10, self.size.steps or 10)}", f"--trainer.val_check_interval={min(10, self.size.steps or 10)}"]
+        extra += _steps(steps)
 
         def run() -> Result:
             self._fit("confidence", folder, extra, name="feedback")
@@ -266,6 +264,11 @@ class Demo:
 
     def _with(self, bundle: Path) -> Loaded:
         return load(self.source, self.dtype, bundle)
+
+
+def _steps(steps: int) -> list[str]:
+    """Overrides that cut a fit to so many steps; none for 0."""
+    return [f"--trainer.max_steps={steps}", f"--trainer.val_check_interval={steps}"] if steps else []
 
 
 def spread(prompts: list[Prompt], count: int) -> list[Prompt]:

@@ -42,7 +42,7 @@ class SequenceBatch:
     def to(self, *args: Any, **options: Any) -> SequenceBatch:
         """The batch with its tensors moved, arguments as Tensor.to: what Lightning calls on a batch."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {name: v.to(*args, **options) for name, v in values.items() if isinstance(v, Tensor)}
+        moved: dict[str, Any] = {name: v.to(*args, **options) for name, v in values.items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
     def positions(self) -> Tensor:
@@ -108,7 +108,7 @@ class BatchPlan:
         return max(1, -(-sum(self.sizes) // self.token_budget))
 
     def __len__(self) -> int:
-        return -(-self._parts() // self.world_size)
+        return (self._parts() + self.world_size - 1) // self.world_size
 
     def epoch(self, epoch: int) -> list[list[int]]:
         """The sample indices of each of this rank's batches."""
@@ -136,8 +136,8 @@ class BatchStream:
 class TrainStream(BatchStream):
     """A BatchStream that remembers its place (epoch, next batch); Lightning stores it in the checkpoint.
 
-    Each `iter` goes on where the last one stopped. The epoch count is the stream's own: Lightning's counter moves when a
-    run is cut by max_steps in the middle of an epoch.
+    Each `iter` goes on where the last one stopped. The epoch count is the stream's own: Lightning's moves when a run is
+    cut by max_steps in the middle of an epoch.
     """
 
     def __init__(self, plan: BatchPlan, collate: Callable[[int, list[int]], Any]):

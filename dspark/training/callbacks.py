@@ -1,4 +1,4 @@
-"""What every fit carries along: checkpoints under fixed names, their check, the progress bar, a log of sample ids.
+"""What every fit carries along: checkpoints under fixed names, their check, a log of sample ids.
 
 TensorBoard goes to tb_logs/<name> with a fixed version, so that a resumed run continues its own curves: points past
 the checkpoint it resumes from are purged.
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from dspark.training.batches import SequenceBatch
@@ -19,7 +19,7 @@ from dspark.training.checkpoint import PREFIX
 
 
 class _InRootDir(ModelCheckpoint):
-    """Checkpoints go to the trainer's default_root_dir itself unless ``dirpath`` says otherwise: one place to override."""
+    """Checkpoints go to the trainer's default_root_dir itself unless ``dirpath`` says otherwise."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.dirpath = self.dirpath or trainer.default_root_dir
@@ -59,7 +59,7 @@ class LastCheckpoint(_InRootDir):
         )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._last_global_step_saved != trainer.global_step:
+        if self._last_global_step_saved != trainer.global_step and self.dirpath is not None:
             self._save_checkpoint(trainer, str(Path(self.dirpath) / "last.ckpt"))
 
 
@@ -84,7 +84,8 @@ class SampleLog(Callback):
     """
 
     def __init__(self, path: str | None = None):
-        self.path, self.lines = path, []
+        self.path = path
+        self.lines: list[str] = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: SequenceBatch, _: int) -> None:
         anchors = torch.stack([batch.sequence, batch.anchors]).flatten().tolist()
@@ -94,17 +95,6 @@ class SampleLog(Callback):
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "a", encoding="utf-8") as stream:
                 stream.write(line + "\n")
-
-
-class ProgressBar(TQDMProgressBar):
-    """The bar over all steps of the run, refreshed a few times a second at most.
-
-    Args:
-        refresh_rate: steps between refreshes.
-    """
-
-    def __init__(self, refresh_rate: int = 1):
-        super().__init__(refresh_rate=refresh_rate, leave=True)
 
 
 class ResumableTensorBoard(TensorBoardLogger):

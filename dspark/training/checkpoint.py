@@ -57,7 +57,9 @@ def _bundle(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         return values, load_file(path / "model.safetensors")
     except Exception as error:  # safetensors raises a type of its own that it does not export
-        raise DsparkError(f"{path}: expected a readable model.safetensors, but got: {error}. Export it again.") from error
+        raise DsparkError(
+            f"{path}: expected a readable model.safetensors, but got: {error}. Export it again."
+        ) from error
 
 
 def _checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -8,6 +8,7 @@ The checkpoint holds the whole draft model (load_drafter reads it like one of Dr
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ _METRICS = {"ece": SlotECE, "brier": SlotBrier, "nll": SlotNLL, "auroc": SlotAUR
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """B rounds, P slots: raw confidence logits, labels in [0, 1], observed bool, draft logits [B,P,Vd] where asked for."""
+    """B rounds, P slots: raw confidence logits, labels in [0, 1], observed bool, draft logits [B,P,Vd] if wanted."""
 
     logits: Tensor
     labels: Tensor
@@ -68,7 +69,7 @@ class ConfidenceModule(FrozenTargetModule):
         self.source, self.label_kind, self.temperature = drafter, labels, temperature
         self.optimizer_options = as_options(OptimizerOptions, optimizer or OptimizerOptions(warmup_steps=5))
         self.reset_head = reset_head
-        self.drafter: Drafter | None = None
+        self.drafter: Drafter  # built in setup()
         self._running: list[Drafter] = []  # in a list, so that it is no submodule
         rest = {"temperature": temperature, "reset_head": reset_head, "target_dtype": target_dtype}
         rest |= {"max_skipped_share": max_skipped_share, "optimizer": self.optimizer_options}
@@ -76,7 +77,7 @@ class ConfidenceModule(FrozenTargetModule):
 
     def setup(self, stage: str) -> None:
         """Load target and draft model once; freeze all but the confidence head."""
-        if self.drafter is not None:
+        if self._running:
             return
         self.drafter = load_drafter(self.source, self.target)
         if self.drafter.confidence_head is None:
@@ -87,7 +88,8 @@ class ConfidenceModule(FrozenTargetModule):
             for parameter in self.drafter.confidence_head.parameters():
                 torch.nn.init.zeros_(parameter)
         self._running.append(self._runner_side())
-        self.train(self.training)  # the trainer leaves modes as it finds them
+        self.train(self.training)  # the trainer leaves modes as it finds them, and warns of frozen layers:
+        warnings.filterwarnings("ignore", message=r".*module\(s\) in eval mode at the start of training.*")
         slots = self.drafter.config.num_predictions
         self.slot_metrics = torch.nn.ModuleDict({name: kind(slots) for name, kind in _METRICS.items()})
 
@@ -99,7 +101,7 @@ class ConfidenceModule(FrozenTargetModule):
         running.load_state_dict(self.drafter.state_dict())
         return running.to(self.target.dtype).bind(self.target.embed_weight, self.target.head_weight).eval()
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         total = self.optimizer_options.total_steps or self.trainer.max_steps
         if total <= 0:
             raise DsparkError("trainer.max_steps: expected a number of steps for the schedule, but got none.")
@@ -109,11 +111,13 @@ class ConfidenceModule(FrozenTargetModule):
     def train(self, mode: bool = True) -> ConfidenceModule:
         """Only the head ever enters training mode: the frozen layers keep to the inference ops."""
         super().train(mode)
-        if self.drafter is not None:
+        if self._running:
             self.drafter.eval()
-            self.drafter.confidence_head.train(mode)
-            if not mode and self._running and self._running[0] is not self.drafter:
-                self._running[0].confidence_head.load_state_dict(self.drafter.confidence_head.state_dict())
+            head, served = self.drafter.confidence_head, self._running[0].confidence_head
+            assert head is not None and served is not None, "setup() refuses a draft model without the head"
+            head.train(mode)
+            if not mode and served is not head:
+                served.load_state_dict(head.state_dict())
         return self
 
     # ---- one step -----------------------------------------------------------------------------------------------
@@ -136,12 +140,13 @@ class ConfidenceModule(FrozenTargetModule):
             hidden = drafter.backbone(anchor_ids, batch.anchors, context, begin, begin + batch.anchors)
             wanted = want_draft or self.label_kind != "observed"
             draft_logits = drafter.draft_logits(hidden, anchor_ids, drafted) if wanted else None
-        if self.label_kind != "observed":
+        if draft_logits is not None and self.label_kind != "observed":
             labels = self._analytic(seen.hidden, begin + batch.anchors, observed, draft_logits)
         if self.training:  # fp32 with gradient; otherwise the runner's own arithmetic, bit for bit
             logits = self.drafter.draft_confidence(hidden.to(self.drafter.dtype), anchor_ids, drafted)
         else:
             logits = drafter.draft_confidence(hidden, anchor_ids, drafted)
+        assert logits is not None, "setup() refuses a draft model without a confidence head"
         return Judged(logits, labels, observed, draft_logits)
 
     def _check_width(self, batch: RoundBatch) -> None:
@@ -153,12 +158,13 @@ class ConfidenceModule(FrozenTargetModule):
             )
 
     def _analytic(self, hidden: Tensor, anchor_rows: Tensor, observed: Tensor, draft_logits: Tensor) -> Tensor:
-        """Acceptance probability at the observed slots, where the sequence's own tokens are the drafted ones before it."""
+        """Acceptance probability at the observed slots: there the sequence's own tokens are the drafted ones."""
         if not bool(observed.any()):
             return torch.zeros(observed.shape)
         rows = (anchor_rows[:, None] + torch.arange(observed.shape[1])).clamp_max(len(hidden) - 1)
         ids = self.drafter.draft_ids
         law, index = laws_at(self.target, hidden, rows, observed, ids, self.temperature)
+        assert self.label_kind != "observed", "observed labels need no law"
         return acceptance(self.label_kind, draft_logits, law.rows(index), ids, self.temperature)
 
     def training_step(self, batch: RoundBatch, batch_idx: int) -> Tensor:
@@ -167,7 +173,7 @@ class ConfidenceModule(FrozenTargetModule):
         term = (zero, zero) if judged is None else self._bce(judged)
         count = self.across_ranks(term[1])
         loss = term[0] * self.trainer.world_size / count.clamp_min(1e-6) + self.zero_loss()
-        if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
+        if self.log_now:
             self.log("train/bce", loss.detach(), prog_bar=True, batch_size=1)
         return loss
 
@@ -200,9 +206,9 @@ class ConfidenceModule(FrozenTargetModule):
 
     def predict_step(self, batch: RoundBatch, batch_idx: int) -> dict[str, Any] | None:
         """What calibration reads, per round: confidence_logits [B,P] before any temperature, labels and observed [B,P],
-        accepted and verified [B], draft_max_prob [B,P] (the draft's largest probability), domain and conversation (B names)."""
+        accepted and verified [B], draft_max_prob [B,P] (the draft's largest probability), domain, conversation (B names)."""
         judged = self.judge(batch, want_draft=True)
-        if judged is None:
+        if judged is None or judged.draft_logits is None:
             return None
         domains = [batch.domains[i] for i in batch.sequence.tolist()]
         return {

@@ -155,8 +155,8 @@ class TrajectoryDataModule(_SplitDataModule):
         supervised = torch.cat([s.ids[s.loss_mask] for s in self.samples("train")])
         if int(supervised.max()) >= vocab_size:
             raise DsparkError(
-                f"data: expected token ids below the target's vocabulary of {vocab_size}, but got {int(supervised.max())}. "
-                "The data were made with another tokenizer."
+                f"data: expected token ids below the target's vocabulary of {vocab_size}, but got "
+                f"{int(supervised.max())}. The data were made with another tokenizer."
             )
         return supervised.bincount(minlength=vocab_size)
 

@@ -30,7 +30,6 @@ from dspark.training.options import DrafterOptions, InitOptions, LossOptions, Op
 from dspark.training.vocabulary import draft_vocabulary
 
 
-
 @dataclass(frozen=True, slots=True)
 class Judged:
     """One batch of B blocks, P slots: what the draft says, the target's law there ([B,P,...]), which slots count."""
@@ -72,8 +71,9 @@ class DrafterModule(FrozenTargetModule):
         self.optimizer_options = as_options(OptimizerOptions, optimizer or OptimizerOptions())
         self.init = as_options(InitOptions, init or InitOptions())
         self.seed = seed
-        self.config: DrafterConfig
-        self.drafter: Drafter | None = None
+        self.config: DrafterConfig  # both built in setup()
+        self.drafter: Drafter
+        self._ready = False
         given = {"drafter": self.shape, "losses": self.losses, "optimizer": self.optimizer_options, "init": self.init}
         rest = {"target": target, "target_dtype": target_dtype, "seed": seed, "max_skipped_share": max_skipped_share}
         self.save_hyperparameters(plain(**given, **rest))
@@ -82,8 +82,9 @@ class DrafterModule(FrozenTargetModule):
 
     def setup(self, stage: str) -> None:
         """Load the target and build the draft model for it, once."""
-        if self.drafter is not None:
+        if self._ready:
             return
+        self._ready = True
         ids = self._draft_ids()
         self.config = self._config(0 if ids is None else len(ids))
         self.drafter = Drafter(self.config, ids, seed=self.seed)
@@ -98,9 +99,10 @@ class DrafterModule(FrozenTargetModule):
     def _start_from_target(self) -> None:
         wanted = self.init.bigrams and self.shape.markov_rank > 0
         bigrams = bigram_counts(self._data().train_sequences()) if wanted else None
-        init = {"layers": self.init.layers, "final_norm": self.init.final_norm}
-        init |= {"residual_scale": self.init.residual_scale, "bigrams": bigrams, "seed": self.seed}
-        initialise_from_target(self.drafter, self.target, **init)
+        initialise_from_target(
+            self.drafter, self.target, layers=self.init.layers, final_norm=self.init.final_norm,
+            residual_scale=self.init.residual_scale, bigrams=bigrams, seed=self.seed,
+        )  # fmt: skip
 
     def _config(self, draft_vocab_size: int) -> DrafterConfig:
         chosen = {k: v for k, v in plain(shape=self.shape)["shape"].items() if k != "draft_vocab_size"}
@@ -135,11 +137,10 @@ class DrafterModule(FrozenTargetModule):
         both = {"ce": self.losses.ce, "l1": self.losses.l1}
         return both | ({"confidence": self.losses.confidence} if self.shape.confidence_head else {})
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         total = self.optimizer_options.total_steps or self.trainer.max_steps
         if total <= 0:
             raise DsparkError("trainer.max_steps: expected a number of steps for the schedule, but got none.")
-        assert self.drafter is not None, "setup() builds the draft model first"
         optimizer, schedule = make_optimizer(self.drafter.named_parameters(), self.optimizer_options, total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -148,7 +149,7 @@ class DrafterModule(FrozenTargetModule):
     def training_step(self, batch: SequenceBatch, batch_idx: int) -> Tensor:
         judged = self._judge(batch)
         loss, means = self._combine(self._loss_terms(judged) if judged else {})
-        if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
+        if self.log_now:
             self._log_step(means)
         return loss
 
@@ -180,11 +181,13 @@ class DrafterModule(FrozenTargetModule):
         self.skips.update(batch, seen.finite)
         slots = self.config.num_predictions
         blocks = blocks_at(batch.ids, batch.offsets, batch.sequence, batch.anchors, slots)
-        rows, counted = slot_mask(batch.loss_mask, blocks.begin, batch.offsets[batch.sequence + 1], batch.anchors, slots)
+        ends = batch.offsets[batch.sequence + 1]
+        rows, counted = slot_mask(batch.loss_mask, blocks.begin, ends, batch.anchors, slots)
         counted &= seen.finite[batch.sequence][:, None]
         if not bool(counted.any()):
             return None
-        law, index = laws_at(self.target, seen.hidden, rows - 1, counted, self.drafter.draft_ids, self.losses.temperature)
+        ids, temperature = self.drafter.draft_ids, self.losses.temperature
+        law, index = laws_at(self.target, seen.hidden, rows - 1, counted, ids, temperature)
         context = self.drafter.encode(seen.features, batch.positions())
         return Judged(blocks, self.drafter.teacher_forced(*blocks.inputs(context)), law.rows(index), counted)
 
@@ -213,13 +216,19 @@ class DrafterModule(FrozenTargetModule):
         if judged is None:
             return
         accepted, counted = self._labels(judged), judged.counted
-        self.val_metrics["tau"].update(*expected_tau(accepted, counted))
-        self.val_metrics["acceptance"].update((accepted * counted).sum(0), counted.float().sum(0))
+        self._metric("tau").update(*expected_tau(accepted, counted))
+        self._metric("acceptance").update((accepted * counted).sum(0), counted.float().sum(0))
         for name, (total, count) in self._loss_terms(judged).items():
-            self.val_metrics[name].update(total, count)
+            self._metric(name).update(total, count)
+
+    def _metric(self, name: str) -> MeanPer:
+        metric = self.val_metrics[name]
+        assert isinstance(metric, MeanPer)
+        return metric
 
     def on_validation_epoch_end(self) -> None:
-        for name, metric in self.val_metrics.items():
+        for name in self.val_metrics:
+            metric = self._metric(name)
             values = metric.compute().float().reshape(-1)  # torchmetrics squeezes a single value
             if name == "acceptance":
                 self.log_dict({f"val/acceptance_{k}": value for k, value in enumerate(values)})

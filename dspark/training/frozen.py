@@ -35,6 +35,7 @@ class Capture:
 def capture(target: Target, batch: SequenceBatch, taps: tuple[int, ...]) -> Capture:
     """One forward pass of the target over the R sequences of the batch (R >= 1)."""
     hidden, features, offsets = target.forward_sequences(batch.sequences(), taps)
+    assert features is not None, "a draft model taps at least one target layer"
     assert torch.equal(offsets, batch.offsets), "captured lengths differ from the sequences' lengths"
     row_ok = torch.isfinite(features.sum(dim=-1, dtype=torch.float32)) & torch.isfinite(
         hidden.sum(dim=-1, dtype=torch.float32)
@@ -99,6 +100,11 @@ class FrozenTargetModule(LightningModule):
         if self._target is None:
             self._target = load_target(self.target_source, self.target_dtype)
         return self._target
+
+    @property
+    def log_now(self) -> bool:
+        """Whether this step's numbers are kept: every log_every_n_steps; between them nothing is computed for the log."""
+        return self.trainer.global_step % getattr(self.trainer, "log_every_n_steps", 1) == 0
 
     def zero_loss(self) -> Tensor:
         """A loss of 0 that touches every trainable parameter, so that ranks without data reduce with the others."""

@@ -1,6 +1,6 @@
 """What the draft model is trained towards: the target's law at a slot, slot masks, acceptance labels.
 
-Everything here is fp32, detached and pure. Shapes: B blocks, K slots, V' columns of the draft vocabulary, M target rows.
+Everything here is fp32, detached and pure. Shapes: B blocks, K slots, V' draft vocabulary columns, M target rows.
 The target's law over a reduced draft vocabulary keeps what lies outside as one number, because the draft can never
 match that mass: it counts fully in the L1 distance and never in the overlap (DESIGN section 3).
 Left out on purpose: anchors on the last prompt token. The runner's first anchor is the first response token, so a

@@ -5,7 +5,7 @@
     confidence     BCE(logit, label)          label soft (a probability) or an observed event, never differentiated
 
 fp32 because the gradient of a divergence is a difference of nearly equal probabilities once the draft is good; in bf16
-that difference is mostly rounding. Shapes: logits [..., V'], everything else [...]. No reduction over ranks, no logging.
+that difference is mostly rounding. Shapes: logits [..., V'], the rest [...]. No reduction over ranks, no logging.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SumCount = tuple[Tensor, Tensor]
 
 
 def cross_entropy(log_draft: Tensor, columns: Tensor, weights: Tensor) -> SumCount:
-    """log_draft [..., V'] log-probabilities, columns [...] int64 of the labels in the draft vocabulary (-1: not in it)."""
+    """log_draft [..., V'] log-probabilities, columns [...] int64 of the labels (-1: not in the draft vocabulary)."""
     known = columns >= 0
     weights = weights * known
     picked = log_draft.gather(-1, columns.clamp_min(0)[..., None])[..., 0]
@@ -40,7 +40,7 @@ def weighted(values: Tensor, weights: Tensor) -> SumCount:
 
 
 def squash(logits: Tensor) -> Tensor:
-    """Identity up to LOGIT_BOUND in size, logarithmic beyond it: the loss stays bounded, the gradient never vanishes."""
+    """Identity up to LOGIT_BOUND in size, logarithmic beyond: the loss stays bounded, the gradient never vanishes."""
     size = logits.abs()
     tail = LOGIT_BOUND + torch.log1p((size - LOGIT_BOUND).clamp_min(0.0))
     return torch.where(size <= LOGIT_BOUND, logits, logits.sign() * tail)

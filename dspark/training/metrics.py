@@ -13,7 +13,7 @@ from torchmetrics import Metric
 def expected_tau(acceptance: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     """(sum, count) of the expected accepted length, bonus token included, over blocks with at least one counted slot.
 
-    acceptance [B,K] conditional probabilities, counted [B,K] bool: 1 + sum_k prod_{j<=k} c_j (oracle/README.md section 4).
+    acceptance [B,K] conditional probabilities, counted [B,K] bool: 1 + sum_k prod_{j<=k} c_j.
     """
     survival = (acceptance * counted).cumprod(dim=-1)
     blocks = counted[:, 0] if counted.shape[1] else counted.any(dim=-1)
@@ -22,7 +22,7 @@ def expected_tau(acceptance: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class MeanPer(Metric):
-    """`size` means at once: update with (sums [size], counts [size]) -> compute [size], NaN where nothing was counted."""
+    """`size` means at once: update(sums [size], counts [size]), compute() [size]; NaN where nothing counted."""
 
     full_state_update = False
 

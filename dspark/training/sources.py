@@ -50,8 +50,8 @@ class Samples:
 def read_samples(paths: Iterable[str], tokenizer: Any = None, rounds: bool = False) -> Samples:
     """All samples of the given trajectory directories and conversation files, in order of path then row.
 
-    tokenizer: needed for a conversations file only. rounds: also read the rounds beside trajectories. Raises DsparkError
-    when a path is missing, damaged, or nothing usable is left.
+    tokenizer: needed for a conversations file only. rounds: also read the rounds beside trajectories. Raises
+    DsparkError when a path is missing, damaged, or nothing usable is left.
     """
     kept: list[Sample] = []
     dropped: dict[str, int] = {}
@@ -59,18 +59,14 @@ def read_samples(paths: Iterable[str], tokenizer: Any = None, rounds: bool = Fal
         if not path.exists():
             raise DsparkError(f"training data: expected {path} to exist. Make it first (dspark prepare or rollout).")
         for sample in _directory(path, rounds) if path.is_dir() else _conversations(path, tokenizer):
-            reason = sample if isinstance(sample, str) else _unusable(sample)
-            if reason:
-                dropped[reason] = dropped.get(reason, 0) + 1
-            else:
+            if not isinstance(sample, str) and bool(sample.loss_mask.any()):
                 kept.append(sample)
+            else:
+                reason = sample if isinstance(sample, str) else "no supervised token"
+                dropped[reason] = dropped.get(reason, 0) + 1
     if not kept:
         raise DsparkError(f"training data: expected supervised tokens in {list(paths)}, but got none ({dropped}).")
     return Samples(kept, dropped)
-
-
-def _unusable(sample: Sample) -> str | None:
-    return None if bool(sample.loss_mask.any()) else "no supervised token"
 
 
 def _shards(path: Path, kind: str) -> list[Path]:

@@ -37,7 +37,8 @@ def make(draft: Path, **options: Any) -> ConfidenceModule:
 
 
 def bce(module: ConfidenceModule, data: RoundsDataModule) -> float:
-    totals = [module._bce(module.judge(batch)) for batch in data.val_dataloader()]
+    with torch.no_grad():
+        totals = [module._bce(module.judge(batch)) for batch in data.val_dataloader()]
     return float(sum(t for t, _ in totals) / sum(c for _, c in totals))
 
 

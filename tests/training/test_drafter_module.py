@@ -27,7 +27,7 @@ def test_every_parameter_and_slot_zero_get_gradient(
     tiny: Any, target: Any, data_dir: Path, tmp_path: Path, head: str
 ) -> None:
     module = tiny.make_module(markov_head=head)
-    trainer, data = fit(tiny, module, data_dir, tmp_path, 1, limit_val_batches=0)
+    _, data = fit(tiny, module, data_dir, tmp_path, 1, limit_val_batches=0)
     module.train()
     judged = module._judge(next(iter(data.train_dataloader())))
     judged.output.logits.retain_grad()
@@ -43,7 +43,7 @@ def test_every_parameter_and_slot_zero_get_gradient(
 def test_training_learns_one_sequence_by_heart(tiny: Any, target: Any, tmp_path: Path) -> None:
     path = tiny.write_directory(tmp_path / "one", rows=tiny.make_rows(1))
     module = tiny.make_module(total_steps=70, lr=2e-2, losses={"ce": 1.0, "l1": 0.0})
-    trainer, data = fit(tiny, module, path, tmp_path, 70, limit_val_batches=0)
+    _, data = fit(tiny, module, path, tmp_path, 70, limit_val_batches=0)
     module.drafter.eval()
     batch = next(iter(data.val_dataloader()))
     judged = module._judge(batch)

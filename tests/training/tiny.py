@@ -38,7 +38,7 @@ def make_target() -> Target:
 
 
 def make_rows(count: int, seed: int = 0, prompt: int = 4) -> list[dict[str, Any]]:
-    """`count` trajectories of 6 to 17 response tokens; the response follows a noisy cycle, so there is much to learn."""
+    """`count` trajectories of 6 to 17 response tokens; the response follows a cycle, so there is much to learn."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for i in range(count):
@@ -46,8 +46,9 @@ def make_rows(count: int, seed: int = 0, prompt: int = 4) -> list[dict[str, Any]
         start = int(torch.randint(5, 20, (1,), generator=generator))
         response = [5 + (start + 3 * k) % 20 for k in range(length)]
         ids = torch.randint(5, 25, (prompt,), generator=generator).tolist()
-        rows.append({"trajectory_id": f"t{seed}-{i:03d}", "prompt_id": f"p{i}", "domain": ("math", "code")[i % 2],
-                     "prompt_ids": ids, "response_ids": response, "sampling": json.dumps({"stop_ids": [3]})})  # fmt: skip
+        domain = ("math", "code")[i % 2]
+        rows.append({"trajectory_id": f"t{seed}-{i:03d}", "prompt_id": f"p{i}", "domain": domain, "prompt_ids": ids,
+                     "response_ids": response, "sampling": json.dumps({"stop_ids": [3]})})  # fmt: skip
     return rows
 
 

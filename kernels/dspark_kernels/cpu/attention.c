@@ -46,8 +46,12 @@ typedef uint16_t h8 __attribute__((vector_size(16), aligned(2), may_alias));
 
 INLINE v8 load8(const char *p, int64_t i, const int dtype) {
     if (dtype == F32) return *(const v8u *)((const float *)p + i);
-    h8 h = *(const h8 *)((const uint16_t *)p + i);
-    return (v8)(__builtin_convertvector(h, u8) << 16);
+    const uint16_t *h = (const uint16_t *)p + i;
+#if defined(__AVX2__)
+    return (v8)((u8)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)h)) << 16);
+#else
+    return (v8)(__builtin_convertvector(*(const h8 *)h, u8) << 16);
+#endif
 }
 
 /* 8 key rows x 8 dims, transposed into kt[d][NR] at column j. */

@@ -16,6 +16,7 @@
 #define PANELS(m) ((m) == 1 ? 4 : (m) <= 3 ? 2 : 1)
 #endif
 #define MAX_PANELS 4
+#define REREAD(pointer) __asm__("" : "+r"(pointer))
 
 /* How NR consecutive columns of one k lie in memory. PAIRED: 32-bit lane j holds bf16 column j (low half) and
  * column j + VW (high half), so one load, one shift and one mask give two vectors. */
@@ -50,6 +51,7 @@ INLINE void tile(const int M, const int P, const int kind, const int add, int64_
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
             vf a, b;
+            if (P > 1 && kind != W_F32) REREAD(x); /* a broadcast per use, or an accumulator is spilled */
             load_columns(w + p * wpanel, kind, &a, &b);
 #pragma GCC unroll 16
             for (int m = 0; m < M; m++) {

@@ -120,8 +120,14 @@ INLINE uint16_t f32_to_bf16(float f) { /* round to nearest even, NaN stays NaN *
 /* Elements [i, i+VW) of a row of either dtype. */
 INLINE vf vload_as(const void *p, int64_t i, int dtype) {
     if (dtype == F32) return vload((const float *)p + i);
-    vh h = *(const vhu *)((const uint16_t *)p + i);
-    return (vf)(__builtin_convertvector(h, vu) << 16);
+    const uint16_t *h = (const uint16_t *)p + i;
+#if defined(__AVX512F__)
+    return (vf)((vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)h)) << 16);
+#elif defined(__AVX2__)
+    return (vf)((vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)h)) << 16);
+#else
+    return (vf)(__builtin_convertvector(*(const vhu *)h, vu) << 16);
+#endif
 }
 
 /* Low halves of 32-bit lanes, in order. */
