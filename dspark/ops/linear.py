@@ -71,7 +71,7 @@ def forget(weight: Tensor) -> None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     """x[N, I] @ weight[O, I].T (+ bias[O]) -> [N, O].
 
-    fp32 or bf16 (all of one dtype); every output is one chain of fp32 FMAs in k order, then the bias, then one
+    fp32 or bf16 (all of one dtype); every output is a sum of fp32 FMA chains in k order, then the bias, then one
     rounding to ``out_dtype`` (default x's dtype; torch.float32 keeps bf16 products unrounded, for an LM head).
     Raises DsparkError on other dtypes, shapes or layouts, and when gradients would be needed.
     """

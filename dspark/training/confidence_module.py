@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from dspark.calibration.metrics import SlotAUROC, SlotBrier, SlotECE, SlotMeanObserved, SlotMeanPredicted, SlotNLL
 from dspark.contracts import DsparkError
@@ -114,7 +115,8 @@ class ConfidenceModule(FrozenTargetModule):
         if self._running:
             self.drafter.eval()
             head, served = self.drafter.confidence_head, self._running[0].confidence_head
-            assert head is not None and served is not None, "setup() refuses a draft model without the head"
+            assert head is not None, "setup() refuses a draft model without the head"
+            assert served is not None, "the runner side is a copy"
             head.train(mode)
             if not mode and served is not head:
                 served.load_state_dict(head.state_dict())
@@ -186,8 +188,13 @@ class ConfidenceModule(FrozenTargetModule):
         if judged is None:
             return
         rates = torch.sigmoid(judged.logits)
-        for metric in self.slot_metrics.values():
-            metric.update(rates, judged.labels, judged.observed)
+        for name in self.slot_metrics:
+            self._metric(name).update(rates, judged.labels, judged.observed)
+
+    def _metric(self, name: str) -> Metric:
+        metric = self.slot_metrics[name]
+        assert isinstance(metric, Metric)
+        return metric
 
     def on_validation_epoch_end(self) -> None:
         self._log_metrics("val")
@@ -198,7 +205,8 @@ class ConfidenceModule(FrozenTargetModule):
         self._log_metrics("test")
 
     def _log_metrics(self, stage: str) -> None:
-        for name, metric in self.slot_metrics.items():
+        for name in self.slot_metrics:
+            metric = self._metric(name)
             values = metric.compute().float().reshape(-1)  # torchmetrics squeezes a single value
             self.log_dict({f"{stage}/{name}_{k}": value for k, value in enumerate(values)})
             self.log(f"{stage}/{name}", values.nanmean(), prog_bar=name in ("ece", "nll"))
@@ -206,7 +214,7 @@ class ConfidenceModule(FrozenTargetModule):
 
     def predict_step(self, batch: RoundBatch, batch_idx: int) -> dict[str, Any] | None:
         """What calibration reads, per round: confidence_logits [B,P] before any temperature, labels and observed [B,P],
-        accepted and verified [B], draft_max_prob [B,P] (the draft's largest probability), domain, conversation (B names)."""
+        accepted and verified [B], draft_max_prob [B,P] (of the draft's law), domain, conversation (B names)."""
         judged = self.judge(batch, want_draft=True)
         if judged is None or judged.draft_logits is None:
             return None

@@ -103,7 +103,7 @@ class FrozenTargetModule(LightningModule):
 
     @property
     def log_now(self) -> bool:
-        """Whether this step's numbers are kept: every log_every_n_steps; between them nothing is computed for the log."""
+        """Whether this step's numbers are kept (every log_every_n_steps); nothing is computed for the log otherwise."""
         return self.trainer.global_step % getattr(self.trainer, "log_every_n_steps", 1) == 0
 
     def zero_loss(self) -> Tensor:

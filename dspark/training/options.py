@@ -119,7 +119,7 @@ class InitOptions:
 
     from_target: bool = True
     layers: list[int] | None = None
-    final_norm: float | None = 0.25
+    final_norm: float | None = 0.1
     residual_scale: float | None = None
     bigrams: bool = True
 

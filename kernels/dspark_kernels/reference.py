@@ -17,17 +17,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: tor
     return (y if bias is None else y + bias.double()).to(out_dtype or x.dtype)
 
 
+LINEAR_BLOCK = 64  # KB of cpu/linear.c
+
+
 def linear_chain(x: Tensor, weight: Tensor) -> Tensor:
-    """The kernel's bits for x[N, I], weight[O, I]: acc = fma(x_k, w_k, acc) in k order, fp32.
+    """The kernel's bits for x[N, I], weight[O, I], fp32: chains acc = fma(x_k, w_k, acc) over blocks of 64 k, in order,
+    and the chains' results added in order.
 
     The product of two fp32 values is exact in fp64, but adding acc to it rounds once in fp64 and once to fp32. To be
     a true FMA the fp64 sum is rounded to odd first (Boldo and Melquiond, 2008).
     """
-    acc = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float64)
-    for k in range(x.shape[1]):
-        product = x[:, k, None].double() * weight[None, :, k].double()
-        acc = _add_to_odd(product, acc).float().double()
-    return acc.float()
+    total = torch.zeros(x.shape[0], weight.shape[0])
+    for start in range(0, x.shape[1], LINEAR_BLOCK):
+        acc = torch.zeros(total.shape, dtype=torch.float64)
+        for k in range(start, min(start + LINEAR_BLOCK, x.shape[1])):
+            product = x[:, k, None].double() * weight[None, :, k].double()
+            acc = _add_to_odd(product, acc).float().double()
+        total = total + acc.float() if start else acc.float()
+    return total
 
 
 def _add_to_odd(a: Tensor, b: Tensor) -> Tensor:

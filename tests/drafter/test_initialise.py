@@ -41,7 +41,7 @@ def test_a_copied_layer_is_the_targets_layer(architecture):
     """One draft layer reading one tap, a block of one slot: context keys and values are the target's own."""
     target = make_target(architecture)
     drafter = make_drafter(target, num_layers=1, target_layer_ids=[2], block_size=1)
-    initialise_from_target(drafter, target, layers=[3])
+    initialise_from_target(drafter, target, layers=[3], final_norm=1.0)
     drafter.eval()
     ids = torch.arange(5, 12)
     hidden, features, _ = target.forward_sequences([ids], (2,))

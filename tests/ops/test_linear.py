@@ -33,7 +33,7 @@ def test_agrees_with_the_reference(o: int, i: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_output_is_one_chain_of_fmas(dtype: torch.dtype) -> None:
+def test_every_output_is_a_sum_of_chains_of_fmas(dtype: torch.dtype) -> None:
     x, weight = operands(8, 21, 77, dtype)
     assert torch.equal(ops.linear(x, weight, out_dtype=torch.float32), reference.linear_chain(x, weight))
 

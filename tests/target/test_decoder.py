@@ -20,6 +20,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+WIDE = {**YARN, "original_max_position_embeddings": 64}  # long enough for the ramp's end to fall between pairs
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "Llama", {}),
     ("llama tied", "Llama", {"tie_word_embeddings": True}),
@@ -34,7 +35,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen2 sliding", "Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     ("qwen3", "Qwen3", {"head_dim": 16}),
     ("qwen3 biased tied", "Qwen3", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1}),
-    ("qwen3 yarn, ramp not rounded", "Qwen3", {"rope_parameters": {**YARN, "truncate": False}}),
+    ("qwen3 yarn, ramp not rounded", "Qwen3", {"head_dim": 16, "rope_parameters": {**WIDE, "truncate": False}}),
     ("mistral, window shorter than the sequence", "Mistral", {"sliding_window": 6}),
     ("mistral, no window", "Mistral", {"sliding_window": None, "tie_word_embeddings": True}),
 ]

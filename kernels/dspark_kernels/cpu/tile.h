@@ -16,11 +16,24 @@
 #define PANELS(m) ((m) == 1 ? 4 : (m) <= 3 ? 2 : 1)
 #endif
 #define MAX_PANELS 4
+
+/* Two nudges for the register allocator; they change no value. REREAD: broadcast x again for each panel, or an
+ * accumulator is spilled. KEEP: hold a weight vector in a register instead of loading it for every row. */
 #define REREAD(pointer) __asm__("" : "+r"(pointer))
+#if defined(__AVX512F__)
+#define KEEP(vector) __asm__("" : "+v"(vector))
+#elif defined(__AVX2__)
+#define KEEP(vector) __asm__("" : "+x"(vector))
+#else
+#define KEEP(vector) (void)(vector)
+#endif
 
 /* How NR consecutive columns of one k lie in memory. PAIRED: 32-bit lane j holds bf16 column j (low half) and
  * column j + VW (high half), so one load, one shift and one mask give two vectors. */
 enum { W_F32 = 0, W_PAIRED = 1, W_BF16 = 2 };
+
+/* What becomes of the C that is there: START overwrites it, CHAIN goes on from it, SUM adds the finished chain to it. */
+enum { START = 0, CHAIN = 1, SUM = 2 };
 
 INLINE void load_columns(const char *w, const int kind, vf *a, vf *b) {
     if (kind == W_F32) {
@@ -37,22 +50,26 @@ INLINE void load_columns(const char *w, const int kind, vf *a, vf *b) {
 }
 
 /* x[m*xrow + k*xk]; column block of k at w + k*wk, panel p at + p*wpanel (bytes); c[m*crow + column]. */
-INLINE void tile(const int M, const int P, const int kind, const int add, int64_t K, const float *x, int64_t xrow,
+INLINE void tile(const int M, const int P, const int kind, int add, int64_t K, const float *x, int64_t xrow,
                  int64_t xk, const char *w, int64_t wk, int64_t wpanel, float *c, int64_t crow) {
     vf acc[MR][MAX_PANELS][2];
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
-            acc[m][p][0] = add ? vload(c + m * crow + p * NR) : vset1(0.0f);
-            acc[m][p][1] = add ? vload(c + m * crow + p * NR + VW) : vset1(0.0f);
+            acc[m][p][0] = add == CHAIN ? vload(c + m * crow + p * NR) : vset1(0.0f);
+            acc[m][p][1] = add == CHAIN ? vload(c + m * crow + p * NR + VW) : vset1(0.0f);
         }
     for (int64_t k = 0; k < K; k++) {
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
             vf a, b;
-            if (P > 1 && kind != W_F32) REREAD(x); /* a broadcast per use, or an accumulator is spilled */
+            if (P > 1 && kind != W_F32) REREAD(x);
             load_columns(w + p * wpanel, kind, &a, &b);
+            if (kind == W_F32 && M > 3) {
+                KEEP(a);
+                KEEP(b);
+            }
 #pragma GCC unroll 16
             for (int m = 0; m < M; m++) {
                 vf xm = vset1(x[m * xrow]);
@@ -67,8 +84,13 @@ INLINE void tile(const int M, const int P, const int kind, const int add, int64_
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
-            vstore(c + m * crow + p * NR, acc[m][p][0]);
-            vstore(c + m * crow + p * NR + VW, acc[m][p][1]);
+            float *to = c + m * crow + p * NR;
+            if (add == SUM) {
+                acc[m][p][0] += vload(to);
+                acc[m][p][1] += vload(to + VW);
+            }
+            vstore(to, acc[m][p][0]);
+            vstore(to + VW, acc[m][p][1]);
         }
 }
 
