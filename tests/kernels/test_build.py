@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from dspark_kernels import build
 
 from dspark import ops
 from dspark.contracts import DsparkError
 from dspark.ops import native
+from dspark_kernels import build
 
 
 def test_the_sources_are_data_of_the_package() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dspark_kernels import reference
 
 from dspark import ops
 from dspark.contracts import DsparkError
+from dspark_kernels import reference
 
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: {"rtol": 2e-6, "atol": 2e-6}, torch.bfloat16: {"rtol": 8e-3, "atol": 1e-5}}  # bf16: 1 ulp

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from dspark_kernels import reference
 
 from dspark import noise, ops, probability
 from dspark.contracts import DsparkError
+from dspark_kernels import reference
 
 V = 49152
 CASES = [  # temperature, top_k, top_p, min_p

@@ -93,15 +93,17 @@ static void finish(const Linear *a, int64_t row, int m, int64_t col, int cols, c
     }
 }
 
-/* One tile over all of k, in blocks of KB: c = the sum of the blocks' chains, in order. */
+/* One tile over all of k, in blocks of KB: c = the sum of the blocks' chains, in order. It starts at -0, to which adding
+ * any number gives that number, so every block is the same code. */
 INLINE void blocked(const int M, const int P, const Linear *a, const float *x, const char *w, float *c) {
     int64_t wk = a->dtype == F32 ? 4 * NR : 2 * NR;
-    for (int64_t k = 0; k < a->i || k == 0; k += KB) {
+    for (int j = 0; j < M * P * NR; j += VW) vstore(c + j, vset1(a->i ? -0.0f : 0.0f));
+    for (int64_t k = 0; k < a->i; k += KB) {
         int64_t length = a->i - k < KB ? a->i - k : KB;
         if (a->dtype == F32)
-            tile(M, P, W_F32, k ? SUM : START, length, x + k * M, 1, M, w + k * wk, wk, a->panel_bytes, c, P * NR);
+            tile(M, P, W_F32, SUM, length, x + k * M, 1, M, w + k * wk, wk, a->panel_bytes, c, P * NR);
         else
-            tile(M, P, W_PAIRED, k ? SUM : START, length, x + k * M, 1, M, w + k * wk, wk, a->panel_bytes, c, P * NR);
+            tile(M, P, W_PAIRED, SUM, length, x + k * M, 1, M, w + k * wk, wk, a->panel_bytes, c, P * NR);
     }
 }
 

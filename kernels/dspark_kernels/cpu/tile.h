@@ -1,6 +1,6 @@
 /* The one matrix microkernel: C[M, P*NR] (+)= X[M, K] * W[K, P*NR], for M rows and P panels of NR columns.
  *
- * Every C[m, j] is a chain of K fused multiply-adds in k order, in one register lane. Nothing else happens to it, so
+ * Every C[m, j] is a chain of K fused multiply-adds in k order, in one register lane (SUM adds it to what was there), so
  * its bits depend on row m of X and column j of W alone: not on M, P, NR, on who computes it, or on the rows beside it.
  */
 #ifndef DSPARK_TILE_H
@@ -50,7 +50,7 @@ INLINE void load_columns(const char *w, const int kind, vf *a, vf *b) {
 }
 
 /* x[m*xrow + k*xk]; column block of k at w + k*wk, panel p at + p*wpanel (bytes); c[m*crow + column]. */
-INLINE void tile(const int M, const int P, const int kind, int add, int64_t K, const float *x, int64_t xrow,
+INLINE void tile(const int M, const int P, const int kind, const int add, int64_t K, const float *x, int64_t xrow,
                  int64_t xk, const char *w, int64_t wk, int64_t wpanel, float *c, int64_t crow) {
     vf acc[MR][MAX_PANELS][2];
 #pragma GCC unroll 16
