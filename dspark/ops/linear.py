@@ -30,6 +30,23 @@ class _Packed:
 _packed: dict[int, _Packed] = {}
 
 
+_CHUNK = 32 << 20
+_free = torch.empty(0, dtype=torch.uint8)  # the rest of the newest chunk
+
+
+def _room(size: int) -> Tensor:
+    """[size] uint8 at a multiple of 64, uninitialised. Small weights share chunks of memory on huge pages (a chunk lives
+    as long as one of them): a step reads every weight once, and with 4 KiB pages that read waits for the TLB."""
+    global _free
+    size = (size + 63) // 64 * 64
+    if _free.numel() < size:
+        chunk = torch.empty(max(size, _CHUNK) + 64, dtype=torch.uint8)
+        lib().dspark_huge_pages(chunk.data_ptr(), chunk.numel())
+        _free = chunk[-chunk.data_ptr() % 64 :]
+    taken, _free = _free[:size], _free[size:]
+    return taken
+
+
 def _version(weight: Tensor) -> int:
     return -1 if weight.is_inference() else weight._version
 
@@ -40,8 +57,8 @@ def _pack(weight: Tensor) -> _Packed:
     if weight.dim() != 2:
         refuse("linear", "a weight [O, I]", tuple(weight.shape))
     o, i = weight.shape
-    data = torch.empty(lib().dspark_packed_bytes(o, i, code) + 64, dtype=torch.uint8)
-    address = (data.data_ptr() + 63) // 64 * 64
+    data = _room(lib().dspark_packed_bytes(o, i, code))
+    address = data.data_ptr()
     lib().dspark_pack_weight(address, weight.data_ptr(), o, i, code, threads())
     key = id(weight)
     owner = weakref.ref(weight, lambda _: _packed.pop(key, None))

@@ -40,6 +40,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {  # name -> (result, arguments); p poi
     "dspark_has_fma": ("i", ""),
     "dspark_packed_bytes": ("l", "lli"),
     "dspark_pack_weight": ("", "ppllii"),
+    "dspark_huge_pages": ("", "pl"),
     "dspark_linear": ("i", "ppppp" + "lll" + "iii"),
     "dspark_rms_norm": ("", "ppp" + "llll" + "fii"),
     "dspark_add_rms_norm": ("", "ppppp" + "ll" + "fii"),

@@ -3,6 +3,10 @@
 
 #include <omp.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #define SLOTS 4
 
 static __thread struct {
@@ -18,6 +22,18 @@ void *dspark_scratch(int slot, size_t bytes) {
         held[slot].bytes = held[slot].data ? rounded : 0;
     }
     return held[slot].data;
+}
+
+/* Asks for huge pages behind a block that is not yet touched: streaming weights then misses the TLB 512 times less. */
+EXPORT void dspark_huge_pages(void *data, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    uintptr_t page = 1 << 21, from = ((uintptr_t)data + page - 1) / page * page;
+    uintptr_t to = ((uintptr_t)data + (uintptr_t)bytes) / page * page;
+    if (from < to) madvise((void *)from, to - from, MADV_HUGEPAGE);
+#else
+    (void)data;
+    (void)bytes;
+#endif
 }
 
 /* How many threads a region asked for `threads` really gets, and the vector width compiled in (floats). */
