@@ -71,11 +71,24 @@ def _messages(kind: dict[str, Any], fill: dict[str, Any], index: int, variant: i
     return [{"role": role, "content": text.format(**fill)} for role, text in turns]
 
 
+def mixed(rows: list[Row]) -> list[Row]:
+    """The same rows so ordered that the first N hold every domain, and every kind, about equally often."""
+    turn: dict[tuple[str, str], int] = {}
+    place: dict[tuple[str, str], int] = {}
+    keyed = []
+    for row in rows:
+        group = (row["domain"], row["kind"])
+        place.setdefault(group, sum(domain == row["domain"] for domain, _ in place))
+        keyed.append((turn.get(group, 0), place[group], DOMAINS.index(row["domain"]), row))
+        turn[group] = turn.get(group, 0) + 1
+    return [row for *_, row in sorted(keyed, key=lambda entry: entry[:3])]
+
+
 def write_prompts(out: Path) -> dict[str, int]:
     """Write one JSONL file a split into ``out``; returns the number of prompts of each."""
     rows, counts = make_rows(), {}
     for split in dict.fromkeys(PLACES):
-        chosen = [row for row in rows if row["split"] == split]
+        chosen = mixed([row for row in rows if row["split"] == split])
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in chosen)
         atomic_write(out / f"{split}.jsonl", "".join(lines))
         counts[split] = len(chosen)

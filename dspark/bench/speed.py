@@ -1,4 +1,4 @@
-"""Speed as a ratio from one interleaved run: A and B in turn over the same requests, outputs compared in the same run.
+"""Speed as a ratio from one interleaved run: engines in turn over the same requests, outputs compared in the same run.
 
 Absolute figures belong to the machine they were measured on; the ratio is what is worth quoting.
 """
@@ -7,63 +7,62 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dspark.contracts import Completion, Request
 from dspark.runner import Engine
 
+Spread = tuple[float, float, float]  # minimum, median, maximum over the repeats
+
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """tokens/s of both sides and the ratio of B to A, each (min, median, max) over the repeats; mismatched: requests
-    whose token ids or log-probabilities differ between the sides."""
+class Speed:
+    """tokens/s, and the ratio to the first engine of the same repeat; mismatched: requests whose token ids or
+    log-probabilities differ from the first engine's."""
 
-    baseline: tuple[float, float, float]
-    candidate: tuple[float, float, float]
-    ratio: tuple[float, float, float]
+    rate: Spread
+    ratio: Spread
     mismatched: int
     tokens: int
 
 
 def compare(
-    baseline: Engine,
-    candidate: Engine,
-    requests: list[Request],
-    repeats: int = 3,
-    on_step: Callable[[], None] | None = None,
-) -> Comparison:
-    """Run both engines over ``requests`` ``repeats`` times, alternating request by request (one warm-up request
-    each first). Each request runs alone: this is speed at batch 1."""
-    for engine in (baseline, candidate):
+    engines: Mapping[str, Engine], requests: list[Request], repeats: int = 3, on_step: Callable[[], None] | None = None
+) -> dict[str, Speed]:
+    """Runs every request alone (speed at batch 1) through every engine in turn, ``repeats`` times, after a warm-up.
+    The first engine is the baseline. on_step() is called after each request of each engine."""
+    for engine in engines.values():
         engine.generate(requests[:1])
-    rates: list[tuple[float, float]] = []
-    mismatched = tokens = 0
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    mismatched, tokens = dict.fromkeys(engines, 0), 0
     for _ in range(repeats):
-        seconds = [0.0, 0.0]
-        tokens = 0
+        seconds, tokens = dict.fromkeys(engines, 0.0), 0
         for request in requests:
-            first, second = (_timed(engine, request, seconds, i) for i, engine in enumerate((baseline, candidate)))
+            outputs = {}
+            for name, engine in engines.items():
+                outputs[name], spent = _timed(engine, request)
+                seconds[name] += spent
+                if on_step:
+                    on_step()
+            first = next(iter(outputs.values()))
             tokens += len(first.token_ids)
-            mismatched += (first.token_ids, first.logprobs) != (second.token_ids, second.logprobs)
-            if on_step:
-                on_step()
-        rates.append((tokens / seconds[0], tokens / seconds[1]))
-    return Comparison(
-        _spread([a for a, _ in rates]),
-        _spread([b for _, b in rates]),
-        _spread([b / a for a, b in rates]),
-        mismatched,
-        tokens,
-    )
+            for name, got in outputs.items():
+                mismatched[name] += (got.token_ids, got.logprobs) != (first.token_ids, first.logprobs)
+        for name in engines:
+            rates[name].append(tokens / seconds[name])
+    base = next(iter(rates.values()))
+    return {
+        name: Speed(_spread(own), _spread([a / b for a, b in zip(own, base, strict=True)]), mismatched[name], tokens)
+        for name, own in rates.items()
+    }
 
 
-def _timed(engine: Engine, request: Request, seconds: list[float], side: int) -> Completion:
+def _timed(engine: Engine, request: Request) -> tuple[Completion, float]:
     started = time.perf_counter()
     (completion,) = engine.generate([request])
-    seconds[side] += time.perf_counter() - started
-    return completion
+    return completion, time.perf_counter() - started
 
 
-def _spread(values: list[float]) -> tuple[float, float, float]:
+def _spread(values: list[float]) -> Spread:
     return min(values), statistics.median(values), max(values)

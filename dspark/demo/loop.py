@@ -46,17 +46,26 @@ class Size:
     prompts: int = 0
     max_tokens: int = 0
     steps: int = 0
-    event_prompts: int = 150
-    rollout_prompts: int = 24
+    train_events: int = 72
+    events: int = 60
+    rollout_prompts: int = 12
     samples: int = 2
-    measured: int = 100
-    speed_requests: int = 9
+    measured: int = 30
+    speed_requests: int = 4
     speed_repeats: int = 3
-    replayed: int = 16
+    replayed: int = 12
 
 
 QUICK = Size(
-    prompts=8, max_tokens=24, steps=4, event_prompts=8, rollout_prompts=4, measured=8, speed_requests=2, speed_repeats=1
+    prompts=8,
+    max_tokens=24,
+    steps=4,
+    train_events=8,
+    events=8,
+    rollout_prompts=4,
+    measured=8,
+    speed_requests=2,
+    speed_repeats=1,
 )
 
 
@@ -105,7 +114,7 @@ class Demo:
         self._do("prompts", "1 prompts", {}, tuple(files.values()), lambda: self._count_prompts(files))
 
     def responses(self) -> None:
-        folders = tuple(OUT / "responses" / split for split in SPLITS)
+        folders = tuple(OUT / "responses" / split for split in self.prepare_config.splits)
 
         def run() -> Result:
             summaries = prepare(self.prepare_config, self.loaded, self.quiet)
@@ -135,13 +144,13 @@ class Demo:
             loaded = self._with(OUT / "drafter" / "bundle")
             done = {}
             for split, folder in zip(SPLITS, folders, strict=True):
-                limit = self.size.event_prompts if split == "train" else self.size.prompts
+                limit = self.size.train_events if split == "train" else self.size.events
                 base = self.prepare_config.rollout(split)
                 config = replace(base, drafter=str(OUT / "drafter" / "bundle"), limit=limit, out=str(folder))
                 done[split] = roll(config, loaded, self.quiet, title=f"rounds: {split}")["trajectories"]
             return done
 
-        self._do("events", "4a rounds the verifier judged", {"limit": self.size.event_prompts}, folders, run)
+        self._do("events", "4a rounds the verifier judged", {}, folders, run)
 
     def confidence(self) -> None:
         folder, extra = OUT / "confidence", _steps(self.size.steps)
@@ -241,7 +250,7 @@ class Demo:
         config = PrepareConfig.from_dict(read_recipe(path), str(path))
         size = self.size
         return replace(
-            config, out=str(OUT / "responses"), limit=size.prompts or config.limit, splits=SPLITS,
+            config, out=str(OUT / "responses"), limit=size.prompts or config.limit,
             max_tokens=size.max_tokens or config.max_tokens,
         )  # fmt: skip
 

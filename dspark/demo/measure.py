@@ -82,10 +82,14 @@ def _timed(loaded: Loaded, setting: Setting, requests: list[Request], quiet: boo
 def speed(
     loaded: Loaded, prompts: Sequence[Prompt], setting: Setting, max_tokens: int, repeats: int, quiet: bool
 ) -> dict[str, Any]:
-    """Plain and speculative decoding at batch 1, interleaved request by request, outputs compared."""
+    """Plain decoding and speculative decoding at several verification lengths, batch 1, interleaved request by request,
+    outputs compared. How much a draft is worth verifying depends on what a row costs: measured, not assumed."""
     requests = requests_for(prompts, setting, loaded.target.eos_ids, max_tokens)
-    plain = Loaded(loaded.source, loaded.dtype, loaded.target, None).engine(setting.verifier, None, max_batch=1)
-    total, done = repeats * len(requests), 0
+    block = loaded.bundle.config.num_predictions if loaded.bundle else 0
+    engines = {"plain": Loaded(loaded.source, loaded.dtype, loaded.target, None).engine(setting.verifier, None, 1)}
+    for gamma in sorted({1, 2, block} & set(range(1, block + 1))):
+        engines[f"speculative, {gamma} verified"] = loaded.engine(setting.verifier, gamma, 1)
+    total, done = repeats * len(requests) * len(engines), 0
     with progress("speed at batch 1", quiet=quiet) as bar:
 
         def step() -> None:
@@ -93,5 +97,6 @@ def speed(
             done += 1
             bar(done, total, 0)
 
-        result = compare(plain, loaded.engine(setting.verifier, None, max_batch=1), requests, repeats, step)
-    return {"setting": asdict(setting), "requests": len(requests), "repeats": repeats, **asdict(result)}
+        result = compare(engines, requests, repeats, step)
+    engines_measured = {name: asdict(one) for name, one in result.items()}
+    return {"setting": asdict(setting), "requests": len(requests), "repeats": repeats, "engines": engines_measured}

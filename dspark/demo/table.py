@@ -22,7 +22,7 @@ def as_text(results: dict[str, Any]) -> str:
         _acceptance(measured),
         [RULE, "confidence: ECE of the survival on the test split"],
         _calibration(results["calibration"]),
-        [RULE, "speed of the same runner, tokens/s, min / median / max"],
+        [RULE, "speed of the same runner at batch 1, tokens/s, min / median / max"],
         _speed(measured["speed"]),
         [RULE, "bit for bit"],
         _bits(results),
@@ -70,15 +70,16 @@ def _slot(slot: int | str) -> str:
 
 
 def _speed(speed: dict[str, Any]) -> list[str]:
-    def spread(values: list[float], unit: str = "") -> str:
-        return " / ".join(f"{v:.1f}" if not unit else f"{v:.2f}{unit}" for v in values)
+    def spread(values: list[float], form: str) -> str:
+        return " / ".join(format(v, form) for v in values)
 
-    return [
-        f"{'plain, batch 1':<24}{spread(speed['baseline'])}",
-        f"{'speculative, batch 1':<24}{spread(speed['candidate'])}",
-        f"{'ratio':<24}{spread(speed['ratio'], 'x')}   "
-        f"({speed['tokens']} tokens, {speed['repeats']} interleaved repeats, {speed['mismatched']} outputs differ)",
-    ]
+    lines = []
+    for name, one in speed["engines"].items():
+        ratio = "" if name == "plain" else f"   {spread(one['ratio'], '.2f')} x plain"
+        lines.append(f"{name:<26}{spread(one['rate'], '5.1f')}{ratio}")
+    differing = sum(one["mismatched"] for one in speed["engines"].values())
+    tokens = next(iter(speed["engines"].values()))["tokens"]
+    return [*lines, f"({tokens} tokens, {speed['repeats']} interleaved repeats, {differing} outputs differ)"]
 
 
 def _bits(results: dict[str, Any]) -> list[str]:

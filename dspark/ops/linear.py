@@ -35,9 +35,9 @@ _free = torch.empty(0, dtype=torch.uint8)  # the rest of the newest chunk
 
 
 def _room(size: int) -> Tensor:
-    """[size] uint8 at a multiple of 64, uninitialised. Small weights share chunks of memory on huge pages (a chunk lives
-    as long as one of them): a step reads every weight once, and with 4 KiB pages that read waits for the TLB."""
-    global _free
+    """[size] uint8 at a multiple of 64, uninitialised. Small weights share chunks of memory on huge pages (a chunk
+    lives as long as one of them): a step reads every weight once, and with 4 KiB pages that read waits for the TLB."""
+    global _free  # noqa: PLW0603  # one allocator a process, like malloc's
     size = (size + 63) // 64 * 64
     if _free.numel() < size:
         chunk = torch.empty(max(size, _CHUNK) + 64, dtype=torch.uint8)

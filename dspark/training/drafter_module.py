@@ -92,9 +92,8 @@ class DrafterModule(FrozenTargetModule):
         if self.init.from_target:
             self._start_from_target()
         slots = self.config.num_predictions
-        self.val_metrics = torch.nn.ModuleDict(
-            {"tau": MeanPer(), "acceptance": MeanPer(slots), "ce": MeanPer(), "l1": MeanPer(), "confidence": MeanPer()}
-        )
+        kinds = {name: MeanPer() for name in ("tau", "l1", "ce", "confidence", *self._weights)}
+        self.val_metrics = torch.nn.ModuleDict({**kinds, "acceptance": MeanPer(slots)})
 
     def _start_from_target(self) -> None:
         wanted = self.init.bigrams and self.shape.markov_rank > 0
@@ -135,6 +134,7 @@ class DrafterModule(FrozenTargetModule):
     def _weights(self) -> dict[str, float]:
         """Weight of each loss, in a fixed order: what ranks add up must line up."""
         both = {"ce": self.losses.ce, "l1": self.losses.l1}
+        both |= {"soft_ce": self.losses.soft_ce} if self.losses.soft_ce else {}
         return both | ({"confidence": self.losses.confidence} if self.shape.confidence_head else {})
 
     def configure_optimizers(self) -> Any:
@@ -197,6 +197,8 @@ class DrafterModule(FrozenTargetModule):
         logits, law, temperature = judged.output.logits, judged.law, self.losses.temperature
         log_draft = torch.log_softmax(logits, dim=-1)
         terms = {"ce": losses.cross_entropy(log_draft, self.drafter.to_columns(judged.blocks.labels), weights)}
+        if self.losses.soft_ce:
+            terms["soft_ce"] = losses.soft_cross_entropy(log_draft, law, weights)
         draft = log_draft.exp() if temperature == 1.0 else torch.softmax(logits / temperature, dim=-1)
         distance = losses.l1_distance(draft, law)
         terms["l1"] = losses.weighted(distance, weights)

@@ -1,6 +1,7 @@
-"""The three losses, each as (weighted sum, sum of weights) in fp32. Callers divide, and reduce over ranks first.
+"""The losses, each as (weighted sum, sum of weights) in fp32. Callers divide, and reduce over ranks first.
 
     cross entropy  -log q(label)              only where the label is in the draft vocabulary
+    soft CE        -sum_v p(v) log q(v)       its gradient does not fade while q is far from p
     L1             sum_v |q(v) - p(v)|        0..2, the mass of p outside the draft vocabulary included
     confidence     BCE(logit, label)          label soft (a probability) or an observed event, never differentiated
 
@@ -27,6 +28,12 @@ def cross_entropy(log_draft: Tensor, columns: Tensor, weights: Tensor) -> SumCou
     weights = weights * known
     picked = log_draft.gather(-1, columns.clamp_min(0)[..., None])[..., 0]
     return -(picked * weights).sum(), weights.sum()
+
+
+def soft_cross_entropy(log_draft: Tensor, law: TargetLaw, weights: Tensor) -> SumCount:
+    """Cross entropy of the draft against the target's law per slot: log_draft [..., V'], weights [...]. Mass of the law
+    outside the draft vocabulary is left out: no draft could lower it."""
+    return weighted(-(law.inside * log_draft).sum(dim=-1), weights)
 
 
 def l1_distance(draft: Tensor, law: TargetLaw) -> Tensor:

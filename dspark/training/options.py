@@ -53,6 +53,7 @@ class LossOptions:
 
     Args:
         ce: weight of the cross entropy against the response tokens.
+        soft_ce: weight of the cross entropy against the target's whole law: learns faster than L1 from a far start.
         l1: weight of the L1 distance between the draft's and the target's law.
         confidence: weight of the confidence head's binary cross entropy.
         decay: slot k weighs exp(-k / decay); 0 weighs all alike.
@@ -61,6 +62,7 @@ class LossOptions:
     """
 
     ce: float = 0.1
+    soft_ce: float = 0.0
     l1: float = 0.9
     confidence: float = 1.0
     decay: float = 4.0
@@ -68,7 +70,7 @@ class LossOptions:
     label: AnalyticLabel = "rejection"
 
     def __post_init__(self) -> None:
-        for name in ("ce", "l1", "confidence", "decay"):
+        for name in ("ce", "soft_ce", "l1", "confidence", "decay"):
             if getattr(self, name) < 0:
                 raise DsparkError(f"losses: expected {name} >= 0, but got {getattr(self, name)}.")
         if self.temperature <= 0:

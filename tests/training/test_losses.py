@@ -32,6 +32,16 @@ def test_losses_equal_an_explicit_weighted_mean() -> None:
     assert abs(float(l1) - l1_sum / weight_sum) < 1e-5
 
 
+def test_soft_cross_entropy_is_the_laws_and_its_gradient_pulls_to_the_law() -> None:
+    logits, target = some((2, 3, 7)).requires_grad_(), some((2, 3, 7), 1)
+    law = target_law(target, torch.tensor([0, 1, 2, 3, 4, 5, 6]))
+    total, count = losses.soft_cross_entropy(torch.log_softmax(logits, -1), law, torch.ones(2, 3))
+    p, q = torch.softmax(target.double(), -1), torch.softmax(logits.double(), -1)
+    assert abs(float(total / count) - float(-(p * q.log()).sum(-1).mean())) < 1e-5
+    total.backward()
+    torch.testing.assert_close(logits.grad, (q - p).float(), rtol=1e-4, atol=1e-6)
+
+
 def test_every_counted_slot_gets_gradient_slot_zero_included() -> None:
     logits = some((2, 3, 7)).requires_grad_()
     counted = torch.tensor([[True, True, False], [True, False, False]])
