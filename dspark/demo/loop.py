@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,13 @@ class Size:
     prompts: int = 0
     max_tokens: int = 0
     steps: int = 0
-    train_events: int = 72
-    events: int = 60
+    train_events: int = 48
+    events: int = 45
     rollout_prompts: int = 12
     samples: int = 2
-    measured: int = 30
-    speed_requests: int = 4
+    measured: int = 100
+    measured_tokens: int = 16
+    speed_requests: int = 3
     speed_repeats: int = 3
     replayed: int = 12
 
@@ -91,7 +92,7 @@ class Demo:
         self.prepare_config = self._prepare_config()
         self.source, self.dtype = self.prepare_config.target, self.prepare_config.dtype
         self.stages = Stages(OUT / "stamps", lambda line: print(line, file=sys.stderr, flush=True))
-        self.made: dict[str, Any] = {"size": str(size)}
+        self.made: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
         """What every stage measured, by name."""
@@ -122,7 +123,7 @@ class Demo:
                 split: {k: s[k] for k in ("trajectories", "tokens", "finish_reasons")} for split, s in summaries.items()
             }
 
-        config = {"recipe": sha256_file(self.recipes / "prepare.yaml"), "target": self.loaded.target.fingerprint}
+        config = {**asdict(self.prepare_config), "target": self.loaded.target.fingerprint}
         self._do("responses", "2 answers by the target", config, folders, run)
 
     def drafter(self) -> None:
@@ -150,7 +151,8 @@ class Demo:
                 done[split] = roll(config, loaded, self.quiet, title=f"rounds: {split}")["trajectories"]
             return done
 
-        self._do("events", "4a rounds the verifier judged", {}, folders, run)
+        limits = [self.size.train_events, self.size.events]
+        self._do("events", "4a rounds the verifier judged", {"limits": limits}, folders, run)
 
     def confidence(self) -> None:
         folder, extra = OUT / "confidence", _steps(self.size.steps)
@@ -228,14 +230,15 @@ class Demo:
     def measured(self) -> None:
         def run() -> Result:
             loaded, test = self._with(OUT / "bundle"), self._test_prompts()
-            budget = self.size.max_tokens or self.prepare_config.max_tokens
+            budget = self.size.measured_tokens
             named = {"greedy": GREEDY, "recommended": RECOMMENDED, "hot": HOT}
             done: Result = {name: equality(loaded, test, one, budget, self.quiet) for name, one in named.items()}
             few = spread(test, self.size.speed_requests)
-            done["speed"] = speed(loaded, few, RECOMMENDED, budget, self.size.speed_repeats, self.quiet)
+            longer = self.size.max_tokens or self.prepare_config.max_tokens
+            done["speed"] = speed(loaded, few, RECOMMENDED, longer, self.size.speed_repeats, self.quiet)
             return done
 
-        self._do("measured", "acceptance and speed against plain decoding", {}, (), run)
+        self._do("measured", "acceptance and speed against plain decoding", {"size": asdict(self.size)}, (), run)
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
 

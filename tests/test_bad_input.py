@@ -1,0 +1,85 @@
+"""What users get wrong, at the command line: one clear error, exit code 2, no traceback, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dspark.cli import lightning_main, main
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    shutil.copytree(ROOT / "data" / "prompts", tmp_path / "data" / "prompts")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def fails(capsys: pytest.CaptureFixture, command: list[str], *words: str, program=main) -> None:
+    assert program(command) == 2
+    error = capsys.readouterr().err
+    assert error.count("error: ") == 1, error
+    assert "Traceback" not in error
+    for word in words:
+        assert word in error, error
+
+
+def test_unknown_keys(work: Path, capsys) -> None:
+    for name in ("rollout", "prepare"):
+        path = work / "recipes" / f"{name}.yaml"
+        path.write_text(path.read_text() + "\ntemprature: 0.5\n")
+        fails(
+            capsys,
+            [name, f"recipes/{name}.yaml"],
+            "temprature",
+            "rollout.yaml" if name == "rollout" else "prepare.yaml",
+        )
+    for name in ("drafter", "confidence"):
+        path = work / "recipes" / f"{name}.yaml"
+        path.write_text(path.read_text().replace("token_budget:", "token_budgett:"))
+        fails(capsys, ["fit", f"recipes/{name}.yaml"], "token_budgett", program=lightning_main)
+    assert not (work / "runs").exists()
+
+
+def test_missing_files(work: Path, capsys) -> None:
+    fails(capsys, ["rollout", "recipes/nothing.yaml"], "recipes/nothing.yaml")
+    fails(capsys, ["replay", "runs/nothing"], "runs/nothing")
+    fails(capsys, ["fit", "recipes/nothing.yaml"], "recipes/nothing.yaml", program=lightning_main)
+    fails(capsys, ["prepare", "recipes/prepare.yaml", "--prompts", "nowhere"], "nowhere/train.jsonl")
+    assert not (work / "runs").exists()
+
+
+@pytest.mark.slow
+def test_missing_data_and_draft_models(work: Path, capsys) -> None:
+    fails(capsys, ["fit", "recipes/drafter.yaml"], "runs/demo/responses/train", program=lightning_main)
+    fails(capsys, ["rollout", "recipes/rollout.yaml", "--quiet"], "runs/demo/bundle")
+    fails(capsys, ["export", "--checkpoint", "gone.ckpt", "--out", "out"], "gone.ckpt")
+    assert not (work / "out").exists()
+    assert not (work / "runs" / "rollouts").exists()
+
+
+@pytest.mark.slow
+def test_broken_prompt_rows_are_set_aside(work: Path, capsys) -> None:
+    good = {"messages": [{"role": "user", "content": "Name a colour."}], "domain": "chat"}
+    rows = [json.dumps(good), "{torn", json.dumps({"messages": []}), json.dumps({"text": "no known key"})]
+    (work / "mine.jsonl").write_text("\n".join(rows) + "\n")
+    options = ["--prompts", "mine.jsonl", "--drafter", "", "--max_tokens", "4", "--samples_per_prompt", "1"]
+    assert main(["rollout", "recipes/rollout.yaml", *options, "--out", "runs/mine", "--quiet", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["trajectories"] == 1
+    assert summary["dropped_rows"] == 3
+    reasons = [json.loads(line) for line in Path(summary["quarantine"]).read_text().splitlines()]
+    assert len(reasons) == 3
+    (work / "empty.jsonl").write_text("{torn\n")
+    fails(
+        capsys,
+        ["rollout", "recipes/rollout.yaml", *options[2:], "--prompts", "empty.jsonl", "--out", "runs/none"],
+        "empty.jsonl",
+    )
+    assert not (work / "runs" / "none").exists()
