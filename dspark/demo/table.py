@@ -19,7 +19,7 @@ def as_text(results: dict[str, Any]) -> str:
     measured = results["measured"]
     parts = [
         [RULE, "acceptance on the test split (tau: tokens per round, the target's own included)"],
-        _acceptance(measured),
+        _acceptance(results["calibration"]["acceptance"], measured),
         [RULE, "confidence: ECE of the survival on the test split"],
         _calibration(results["calibration"]),
         [RULE, "speed of the same runner at batch 1, tokens/s, min / median / max"],
@@ -31,9 +31,8 @@ def as_text(results: dict[str, Any]) -> str:
     return "\n".join(line for part in parts for line in part)
 
 
-def _acceptance(measured: dict[str, Any]) -> list[str]:
-    """Every domain and slot at the recommended sampling, the overall row at temperature 0 and 1 beside it."""
-    recommended = measured["recommended"]["acceptance"]
+def _acceptance(recommended: dict[str, Any], measured: dict[str, Any]) -> list[str]:
+    """Every domain and slot at the recommended sampling (the test split's rounds), overall at temperature 0 and 1."""
     slots = len(recommended["overall"]["per_slot"])
     lines = [f"{'':<24}{'tau':>6}{'drafts':>8}  " + "".join(f"{f'slot {k + 1}':>7}" for k in range(slots))]
     for domain, one in recommended.items():
