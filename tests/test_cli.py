@@ -395,16 +395,25 @@ def test_a_checkpoint_that_holds_objects_is_refused(
     assert "it holds a other.Module" in error_of(capsys, "fit", path, "--ckpt_path", "other.ckpt")
 
 
+def _default_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_an_interrupted_fit_ends_in_130(recipe: Callable[..., str], toy: Path) -> None:
     path = recipe(width=3, pause=0.2, trainer={"max_epochs": 500})
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(toy)])}
     command = [sys.executable, "-m", "dspark", "fit", path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as run:
+    # A test run in the background of a shell inherits an ignored SIGINT; the program under test must not.
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment}
+    with subprocess.Popen(command, **streams, preexec_fn=_default_interrupt) as run:
         deadline = time.monotonic() + 120
         while not list(Path("tb_logs").rglob("*.ckpt")) and time.monotonic() < deadline:
             time.sleep(0.1)
         run.send_signal(signal.SIGINT)
-        _, err = run.communicate(timeout=60)
+        try:
+            _, err = run.communicate(timeout=60)
+        finally:
+            run.kill()  # whatever happened, no process is left behind
     assert run.returncode == cli.INTERRUPTED, err.decode()
     assert (
         err.decode()

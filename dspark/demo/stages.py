@@ -1,12 +1,14 @@
 """A stage is skipped when its output is there and was made from the same inputs; otherwise it runs again.
 
-A stamp (JSON beside the outputs) holds the hash of the inputs, a hash for every output, and what the stage measured. It
-is written last, so a stage that was killed has none and runs again; what it had finished it resumes by itself.
+A stamp (JSON beside the outputs) holds the hash of the inputs, a hash for every output, and what the stage measured.
+It is written last, so a stage that was killed has none and runs again. It goes on with what it had finished when its
+inputs are still the same (a second file says what it was started with); outputs of other inputs are removed first.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -50,6 +52,7 @@ class Stages:
         else:
             started = time.monotonic()
             self.say(f"{stage.title} ...")
+            self._clear_unless_resuming(stage, wanted)
             result = stage.run()
             stamp = {"inputs": wanted, "outputs": hashes(stage.outputs), "result": result}
             stamp["seconds"] = round(time.monotonic() - started, 1)
@@ -57,6 +60,16 @@ class Stages:
             self.say(f"{stage.title}: {stamp['seconds']:.0f} s")
         self.results[stage.name], self.digests[stage.name] = stamp["result"], stamp["outputs"]
         return self.results[stage.name]
+
+    def _clear_unless_resuming(self, stage: Stage, wanted: str) -> None:
+        """Removes outputs below our folder's parent that were made from other inputs; a user's files are elsewhere."""
+        mark = self.folder / f"{stage.name}.started"
+        before = mark.read_text(encoding="utf-8") if mark.is_file() else ""
+        root = self.folder.parent.resolve()
+        for path in stage.outputs if before != wanted else ():
+            if root in path.resolve().parents and path.exists():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        atomic_write(mark, wanted)
 
 
 def read_stamp(path: Path) -> dict[str, Any] | None:

@@ -42,6 +42,33 @@ def test_runs_again_when_inputs_or_outputs_changed(tmp_path: Path) -> None:
     assert run_once(tmp_path, {"a": 2})[0].skipped == []
 
 
+def test_outputs_of_other_inputs_are_removed_and_own_ones_kept_for_resuming(tmp_path: Path) -> None:
+    mine = Path(tmp_path / "kept.txt")
+    mine.write_text("the user's")
+    folder = tmp_path / "run"
+    seen: list[bool] = []
+
+    def stage(inputs: dict, fail: bool) -> Stage:
+        def work() -> dict:
+            out = folder / "out"
+            seen.append(out.exists())
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "manifest.json").write_text("{}")
+            if fail:
+                raise RuntimeError("killed")
+            return {}
+
+        return Stage("one", "one", inputs, (folder / "out", mine), work)
+
+    stages = Stages(folder / "stamps", lambda line: None)
+    with pytest.raises(RuntimeError):
+        stages.do(stage({"a": 1}, fail=True))
+    stages.do(stage({"a": 1}, fail=False))
+    stages.do(stage({"a": 2}, fail=False))
+    assert seen == [False, True, False], "resumed with the same inputs, made anew with others"
+    assert mine.read_text() == "the user's"
+
+
 def test_a_failing_stage_leaves_no_stamp(tmp_path: Path) -> None:
     stages = Stages(tmp_path, lambda line: None)
 
