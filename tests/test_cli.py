@@ -405,7 +405,7 @@ def test_an_interrupted_fit_ends_in_130(recipe: Callable[..., str], toy: Path) -
     command = [sys.executable, "-m", "dspark", "fit", path]
     # A test run in the background of a shell inherits an ignored SIGINT; the program under test must not.
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment}
-    with subprocess.Popen(command, **streams, preexec_fn=_default_interrupt) as run:
+    with subprocess.Popen(command, **streams, preexec_fn=_default_interrupt) as run:  # noqa: PLW1509  # one signal reset, no locks
         deadline = time.monotonic() + 120
         while not list(Path("tb_logs").rglob("*.ckpt")) and time.monotonic() < deadline:
             time.sleep(0.1)
