@@ -263,7 +263,7 @@ class Demo:
         )  # fmt: skip
 
     def _count_prompts(self, files: dict[str, Path]) -> Result:
-        return {split: sum(1 for _ in open(path, encoding="utf-8")) for split, path in files.items()}
+        return {split: len(path.read_text(encoding="utf-8").splitlines()) for split, path in files.items()}
 
     def _test_prompts(self) -> list[Prompt]:
         source = self.prepare_config.rollout("test").prompts

@@ -77,11 +77,6 @@ class Drafter(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.fc.weight.dtype
 
-    @property
-    def vocabulary_ids(self) -> Tensor | None:
-        """Vocabulary id of each logit column [Vd], ascending; None = column and id are the same."""
-        return self.draft_ids
-
     def bind(self, embed_weight: Tensor, head_weight: Tensor) -> Drafter:
         """Lends the target's embedding and LM head [V,H], in any dtype. Raises DsparkError when the shapes differ."""
         self._bound = BoundVocabulary(embed_weight, head_weight, self.config)
