@@ -200,6 +200,7 @@ class Demo:
             config, target=self.source, dtype=self.dtype, drafter=str(OUT / "bundle"), out=str(OUT / "rollouts"),
             limit=self.size.rollout_prompts, samples_per_prompt=self.size.samples,
             max_tokens=self.size.max_tokens or self.prepare_config.max_tokens,
+            prompts=self.prepare_config.rollout("train").prompts,  # they train the head again: never the test split
         )  # fmt: skip
 
         def run() -> Result:

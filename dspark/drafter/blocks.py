@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dspark.drafter.context import Context
+
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
@@ -25,9 +27,9 @@ class Blocks:
     begin: Tensor
     end: Tensor
 
-    def inputs(self, context_kv: list[tuple[Tensor, Tensor]]) -> tuple:
+    def inputs(self, context: Context) -> tuple:
         """The arguments of Drafter.teacher_forced."""
-        return self.anchor_ids, self.anchor_positions, self.labels, context_kv, self.begin, self.end
+        return self.anchor_ids, self.anchor_positions, self.labels, context, self.begin, self.end
 
 
 def blocks_at(ids: Tensor, offsets: Tensor, sequence: Tensor, anchor_positions: Tensor, num_predictions: int) -> Blocks:

@@ -32,6 +32,8 @@ class DrafterConfig:
     markov_rank 0 switches the sequential head off. confidence_with_markov gives the confidence head the previous
         token's Markov embedding beside the hidden state; stop_gradient detaches both.
     sliding_window: how many context tokens before the anchor a block sees (0 = all).
+    input_fusion: block inputs are projections of the last context feature and the anchor's embedding (fusion.py), not
+        the anchor's and the mask token's embeddings.
     draft_vocab_size: columns of the draft logits (0 = the whole vocabulary). qk_norm: per-head norm of queries and
         keys as in Qwen3; off for draft layers copied from a target without it.
     target_fingerprint: of the target it was trained for ("" = unknown).
@@ -63,6 +65,7 @@ class DrafterConfig:
     confidence_with_markov: bool = False
     stop_gradient: bool = False
     sliding_window: int = 0
+    input_fusion: bool = False
     draft_vocab_size: int = 0
     target_fingerprint: str = ""
 
@@ -130,6 +133,7 @@ def _check_sizes(config: DrafterConfig) -> None:
     least = 1 if config.sample_from_anchor else 2
     checks = (
         ("sample_from_anchor", isinstance(config.sample_from_anchor, bool), "true or false"),
+        ("input_fusion", isinstance(config.input_fusion, bool), "true or false"),
         ("block_size", _is_int(config.block_size, least), f"an integer >= {least} (with this sample_from_anchor)"),
         ("num_layers", _is_int(config.num_layers, 1), "a positive integer"),
         ("head_dim", _is_int(config.head_dim, 2) and config.head_dim % 2 == 0, "a positive even integer"),

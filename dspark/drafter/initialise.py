@@ -21,10 +21,7 @@ from torch import Tensor
 from dspark.contracts import DsparkError
 from dspark.drafter.bigram import Bigrams, factorise
 from dspark.drafter.model import Drafter
-from dspark.drafter.sequential import GatedMarkovHead, RecurrentMarkovHead
-
-_GATE_BIAS = 2.0  # a gated head starts nearly open: sigmoid(2) = 0.88
-_RNN_RANGE = 0.25  # an rnn head starts with |e| below this, where tanh(e) is e within 2 %
+from dspark.drafter.sequential import set_markov_weights
 
 
 @torch.no_grad()
@@ -88,19 +85,7 @@ def initialise_markov(drafter: Drafter, pairs: Tensor, counts: Tensor, smoothing
     config = drafter.config
     table = Bigrams(pairs[known, 0], columns[known], counts[known], config.vocab_size, config.num_columns)
     w1, w2 = factorise(table, head.rank, smoothing, seed)
-    if isinstance(head, GatedMarkovHead):
-        assert head.gate_proj.bias is not None
-        head.gate_proj.weight.zero_()
-        head.gate_proj.bias.fill_(_GATE_BIAS)
-        w2 = w2 / torch.sigmoid(torch.tensor(_GATE_BIAS))
-    if isinstance(head, RecurrentMarkovHead):
-        shrink = _RNN_RANGE / w1.abs().amax().clamp(min=_RNN_RANGE)
-        w1, w2 = w1 * shrink, w2 / shrink
-        out = head.joint_proj.weight[2 * head.rank :]
-        out.zero_()
-        out[:, head.rank : 2 * head.rank] = torch.eye(head.rank)
-    head.markov_w1.weight.copy_(w1)
-    head.markov_w2.weight.copy_(w2)
+    set_markov_weights(head, w1, w2)
 
 
 def _copy_layers(drafter: Drafter, target: Any, ids: list[int]) -> None:

@@ -1,7 +1,8 @@
 """The draft model: context features in, a block of token proposals with confidences out.
 
-    features [N, n*H] -> fc, norm -> context [N, H] -> keys and values per draft layer (cached by the caller)
-    anchor + mask tokens -> draft layers -> hidden [B, P, H] -> LM head + Markov bias -> logits [B, P, Vd]
+    features [N, n*H] -> fc, norm -> context: keys and values per draft layer (cached by the caller)
+    anchor + mask tokens, or fused inputs -> draft layers -> hidden [B, P, H]
+    hidden -> LM head + Markov bias -> logits [B, P, Vd]
 Two arithmetic paths, one code: ``train()`` is plain torch with autograd, ``eval()`` the inference ops, in which a
 block's bits depend on the block and its context alone, and ``teacher_forced`` equals ``propose`` bit for bit.
 The target's embedding and LM head are bound from outside (``bind``): they are no parameters, get no gradient and are
@@ -21,12 +22,13 @@ from dspark.drafter.attention import Spans
 from dspark.drafter.backbone import DraftLayer
 from dspark.drafter.confidence import ConfidenceHead
 from dspark.drafter.config import DrafterConfig
+from dspark.drafter.context import Context
+from dspark.drafter.fusion import InputFusion
 from dspark.drafter.layers import Dense, RMSNorm, linear, start
 from dspark.drafter.rope import Rope
 from dspark.drafter.sequential import markov_head
 from dspark.drafter.vocabulary import BoundVocabulary
 
-ContextKV = list[tuple[Tensor, Tensor]]  # per draft layer: keys and values [T, Hkv, D]
 Choose = Callable[[int, Tensor], Tensor]  # slot, logits [B, Vd] fp32 -> vocabulary ids [B]
 
 
@@ -59,6 +61,7 @@ class Drafter(nn.Module):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.fc = Dense(len(config.target_layer_ids) * hidden, hidden)
         self.hidden_norm = RMSNorm(hidden, eps)
+        self.fusion = InputFusion(config) if config.input_fusion else None
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden, eps)
         self.markov_head = markov_head(config)
@@ -82,47 +85,55 @@ class Drafter(nn.Module):
         self._bound = BoundVocabulary(embed_weight, head_weight, self.config)
         return self
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """The target's embeddings [...,H] of ids [...]."""
+        return self._vocabulary.embed(ids, self.dtype)
+
     # Context
 
-    def context(self, features: Tensor) -> Tensor:
-        """features [N, n*H]: the tapped target layers side by side -> context [N,H]."""
+    def encode(self, features: Tensor, positions: Tensor) -> Context:
+        """features [N, n*H]: the tapped target layers side by side, of tokens at positions [N] -> their context."""
         with self._grad():
-            return self.hidden_norm(self.fc(features.to(self.dtype)))
-
-    def context_kv(self, context: Tensor, positions: Tensor) -> ContextKV:
-        """context [N,H] of tokens at positions [N] -> keys (normed, rotated) and values of each layer [N,Hkv,D]."""
-        with self._grad():
+            states = self.hidden_norm(self.fc(features.to(self.dtype)))
             rotary = self.rope(positions)
-            return [layer.self_attn.keys_values(context, rotary) for layer in self.draft_layers]
-
-    def encode(self, features: Tensor, positions: Tensor) -> ContextKV:
-        """features [N, n*H] -> ContextKV, in one go."""
-        return self.context_kv(self.context(features), positions)
+            layers = [layer.self_attn.keys_values(states, rotary) for layer in self.draft_layers]
+        return Context(layers, states if self.fusion is not None else None)
 
     # The block
 
     def backbone(
-        self, anchor_ids: Tensor, anchor_positions: Tensor, context_kv: ContextKV, begin: Tensor, end: Tensor
+        self, anchor_ids: Tensor, anchor_positions: Tensor, context: Context, begin: Tensor, end: Tensor
     ) -> Tensor:
         """anchor_ids, anchor_positions [B]; context rows begin:end of each block, begin = its sequence's first row
         (a sliding window is applied here) -> hidden [B,P,H] of the predicting slots, normed."""
         slots = self.config.block_size
-        ids = torch.full((anchor_ids.shape[0], slots), self.config.mask_token_id, device=anchor_ids.device)
-        ids[:, 0] = anchor_ids
         rotary = self.rope(anchor_positions[:, None] + torch.arange(slots, device=anchor_ids.device))
         spans = Spans(begin, end, self.config.sliding_window)
         with self._grad():
-            x = self._vocabulary.embed(ids, self.dtype)
-            for layer, context in zip(self.draft_layers, context_kv, strict=True):
-                x = layer(x, rotary, context, spans)
+            x = self._block_inputs(anchor_ids, context, begin, end)
+            for layer, kv in zip(self.draft_layers, context.layers, strict=True):
+                x = layer(x, rotary, kv, spans)
             return self.norm(x[:, slots - self.config.num_predictions :])
 
+    def _block_inputs(self, anchor_ids: Tensor, context: Context, begin: Tensor, end: Tensor) -> Tensor:
+        """[B,K,H]: fused inputs, or the anchor's embedding and then the mask token's."""
+        if self.fusion is not None:
+            return self.fusion(context.last(begin, end), self.embed(anchor_ids))
+        shape = (anchor_ids.shape[0], self.config.block_size)
+        ids = torch.full(shape, self.config.mask_token_id, device=anchor_ids.device)
+        ids[:, 0] = anchor_ids
+        return self.embed(ids)
+
     # Heads
+
+    def head_columns(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The target's LM head rows [Vd,H] of the draft vocabulary."""
+        return self._vocabulary.head(self.draft_ids, dtype, self.fc.weight.device)
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """hidden [...,H] -> the target's LM head at the draft columns [...,Vd] fp32."""
         with self._grad():
-            head = self._vocabulary.head(self.draft_ids, hidden.dtype, hidden.device)
+            head = self.head_columns(hidden.dtype)
             return linear(hidden, head, None, self.training, torch.float32)
 
     def slot_bias(
@@ -170,12 +181,12 @@ class Drafter(nn.Module):
         anchor_ids: Tensor,
         anchor_positions: Tensor,
         labels: Tensor,
-        context_kv: ContextKV,
+        context: Context,
         begin: Tensor,
         end: Tensor,
     ) -> DraftOutput:
         """Logits of whole blocks given the true tokens: labels [B,P], the token at anchor + j + 1."""
-        hidden = self.backbone(anchor_ids, anchor_positions, context_kv, begin, end)
+        hidden = self.backbone(anchor_ids, anchor_positions, context, begin, end)
         logits = self.draft_logits(hidden, anchor_ids, labels)
         return DraftOutput(hidden, logits, self.draft_confidence(hidden, anchor_ids, labels))
 
@@ -184,7 +195,7 @@ class Drafter(nn.Module):
         self,
         anchor_ids: Tensor,
         anchor_positions: Tensor,
-        context_kv: ContextKV,
+        context: Context,
         begin: Tensor,
         end: Tensor,
         choose: Choose,
@@ -194,7 +205,7 @@ class Drafter(nn.Module):
         gamma = self.config.num_predictions if gamma is None else gamma
         assert not self.training, "propose: call eval() first"
         assert 1 <= gamma <= self.config.num_predictions, f"propose: gamma {gamma}"
-        hidden = self.backbone(anchor_ids, anchor_positions, context_kv, begin, end)[:, :gamma]
+        hidden = self.backbone(anchor_ids, anchor_positions, context, begin, end)[:, :gamma]
         base, previous, state = self.base_logits(hidden), anchor_ids, None
         tokens = []
         for slot in range(gamma):

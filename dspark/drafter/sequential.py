@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.layers import Dense, Table, sigmoid, tanh
 
+_GATE_BIAS = 2.0  # a gated head starts nearly open: sigmoid(2) = 0.88
+_RNN_RANGE = 0.25  # an rnn head starts with |e| below this, where tanh(e) is e within 2 %
+
 
 class MarkovHead(nn.Module):
     """The vanilla head, and what all share. A state is None where the head keeps none."""
@@ -76,3 +79,23 @@ _HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RecurrentMarko
 
 def markov_head(config: DrafterConfig) -> MarkovHead | None:
     return _HEADS[config.markov_head](config) if config.markov_rank else None
+
+
+@torch.no_grad()
+def set_markov_weights(head: MarkovHead, w1: Tensor, w2: Tensor) -> None:
+    """Makes the bias of every kind of head start as W2 W1[previous]: w1 [V,r], w2 [Vd,r]."""
+    if isinstance(head, GatedMarkovHead):
+        assert head.gate_proj.bias is not None
+        head.gate_proj.weight.zero_()
+        head.gate_proj.bias.fill_(_GATE_BIAS)
+        w2 = w2 / torch.sigmoid(torch.tensor(_GATE_BIAS))
+    if isinstance(head, RecurrentMarkovHead):
+        shrink = _RNN_RANGE / w1.abs().amax().clamp(min=_RNN_RANGE)
+        w1, w2 = w1 * shrink, w2 / shrink
+        out = head.joint_proj.weight[2 * head.rank :]
+        out.zero_()
+        if head.joint_proj.bias is not None:
+            head.joint_proj.bias[2 * head.rank :] = 0.0
+        out[:, head.rank : 2 * head.rank] = torch.eye(head.rank)
+    head.markov_w1.weight.copy_(w1)
+    head.markov_w2.weight.copy_(w2)

@@ -27,7 +27,7 @@ class RolloutConfig:
     target: str = "smollm2-135m-instruct"
     drafter: str = ""
     dtype: str = "bfloat16"
-    prompts: str = "data/prompts/test.jsonl"
+    prompts: str = "data/prompts/train.jsonl"
     split: str = ""
     limit: int = 0
     samples_per_prompt: int = 1

@@ -1,7 +1,7 @@
 """Propose a block for every running request, and keep the draft model's context cache.
 
-Context row base + p holds the draft model's keys and values of the target features at position p, for every position
-before the anchor. ``commit`` writes them as the target confirms tokens; block keys are never cached.
+Context row base + p holds what the draft model made of the target's features at position p, for every position before
+the anchor. ``commit`` writes them as the target confirms tokens; block keys are never cached.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dspark import noise, ops
 from dspark.contracts import MTPPredictInfo, VerifierName
+from dspark.drafter.context import Context
 from dspark.drafter.model import Drafter, Proposal
 from dspark.runner.sequence import Sequence
 from dspark.runner.verify import SamplingRows
@@ -35,17 +36,11 @@ class DraftStage:
         config = drafter.config
         self.drafter, self.verifier, self.width = drafter, verifier, width
         self.temperatures = drafter.confidence_head.temperatures if drafter.confidence_head else ()
-        shape = (capacity, config.num_kv_heads, config.head_dim)
-        self.context = [
-            (torch.empty(shape, dtype=drafter.dtype), torch.empty(shape, dtype=drafter.dtype))
-            for _ in range(config.num_layers)
-        ]
+        self.context = Context.empty(config, capacity, drafter.dtype)
 
     def commit(self, features: Tensor, positions: Tensor, rows: Tensor) -> None:
         """features [N, n*H] of confirmed tokens at positions [N] go to context rows [N]."""
-        fresh = self.drafter.context_kv(self.drafter.context(features), positions)
-        for (keys, values), (k, v) in zip(self.context, fresh, strict=True):
-            keys[rows], values[rows] = k, v
+        self.context.write(rows, self.drafter.encode(features, positions))
 
     def propose(self, sequences: list[Sequence], sampling: SamplingRows) -> Drafts:
         """Draft one block per sequence, each token drawn with the request's own law shaping and keyed noise."""

@@ -19,6 +19,7 @@ from dspark.drafter.blocks import Blocks, blocks_at
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.initialise import bigram_counts, initialise_from_target
 from dspark.drafter.model import Drafter, DraftOutput
+from dspark.drafter.regression import start_by_regression
 from dspark.training import losses
 from dspark.training.batches import SequenceBatch
 from dspark.training.checkpoint import CHECKPOINT_KEY
@@ -27,6 +28,7 @@ from dspark.training.labels import TargetLaw, acceptance, overlap_from_l1, slot_
 from dspark.training.metrics import MeanPer, expected_tau
 from dspark.training.optim import make_optimizer
 from dspark.training.options import DrafterOptions, InitOptions, LossOptions, OptimizerOptions, as_options, plain
+from dspark.training.start import observe
 from dspark.training.vocabulary import draft_vocabulary
 
 
@@ -96,12 +98,24 @@ class DrafterModule(FrozenTargetModule):
         self.val_metrics = torch.nn.ModuleDict({**kinds, "acceptance": MeanPer(slots)})
 
     def _start_from_target(self) -> None:
-        wanted = self.init.bigrams and self.shape.markov_rank > 0
+        wanted = self.init.bigrams and self.shape.markov_rank > 0 and not self.init.regression
         bigrams = bigram_counts(self._data().train_sequences()) if wanted else None
         initialise_from_target(
             self.drafter, self.target, layers=self.init.layers, final_norm=self.init.final_norm,
             residual_scale=self.init.residual_scale, bigrams=bigrams, seed=self.seed,
         )  # fmt: skip
+
+    def on_fit_start(self) -> None:
+        """The regression start, on the first rank for all; a resumed run has its weights already."""
+        if not self.init.regression or self.trainer.ckpt_path:
+            return
+        if self.trainer.is_global_zero:
+            taps, slots = self.config.target_layer_ids, self.config.num_predictions
+            samples, quiet = self._data().samples("train"), self.trainer.progress_bar_callback is None
+            seen = observe(self.target, samples, self.init.regression, taps, slots, self.seed, quiet)
+            start_by_regression(self.drafter, seen, self.init.ridge)
+        if self.trainer.world_size > 1:
+            self.drafter.load_state_dict(self.trainer.strategy.broadcast(self.drafter.state_dict()))
 
     def _config(self, draft_vocab_size: int) -> DrafterConfig:
         chosen = {k: v for k, v in plain(shape=self.shape)["shape"].items() if k != "draft_vocab_size"}
@@ -118,8 +132,8 @@ class DrafterModule(FrozenTargetModule):
         data = getattr(self.trainer, "datamodule", None)
         if data is None or not hasattr(data, "response_counts"):
             raise DsparkError(
-                "drafter: expected a TrajectoryDataModule, which draft_vocab_size and init.bigrams read, but got "
-                f"{type(data).__name__}. Set draft_vocab_size: 0 and init.bigrams: false, or give one."
+                "drafter: expected a TrajectoryDataModule, which draft_vocab_size, init.bigrams and init.regression "
+                f"read, but got {type(data).__name__}. Give one, or switch the three off."
             )
         return data
 

@@ -31,6 +31,7 @@ class DrafterOptions:
         confidence_with_markov: the confidence head also reads the previous token's Markov embedding.
         stop_gradient: keep the confidence loss out of the draft layers (disputed; the reference does not).
         sliding_window: context tokens a block may see; 0 is all.
+        input_fusion: block inputs are projections of the last context feature and the anchor, not mask embeddings.
     """
 
     mask_token_id: int
@@ -45,6 +46,7 @@ class DrafterOptions:
     confidence_with_markov: bool = True
     stop_gradient: bool = False
     sliding_window: int = 0
+    input_fusion: bool = False
 
 
 @dataclass(kw_only=True)
@@ -117,6 +119,9 @@ class InitOptions:
         final_norm: the target's final norm times this is the draft's; small values start with flat base logits.
         residual_scale: out-projections times this; 0 makes every draft layer the identity at first; null leaves them.
         bigrams: start the Markov head from the bigram statistics of the training responses.
+        regression: solve for the linear parts by least squares over this many training sequences (0: do not). Needs
+            input_fusion; replaces bigrams, final_norm and residual_scale.
+        ridge: weight of the squared norms in that regression.
     """
 
     from_target: bool = True
@@ -124,6 +129,14 @@ class InitOptions:
     final_norm: float | None = 0.1
     residual_scale: float | None = None
     bigrams: bool = True
+    regression: int = 0
+    ridge: float = 100.0
+
+    def __post_init__(self) -> None:
+        if self.regression < 0 or self.ridge <= 0:
+            raise DsparkError(
+                f"init: expected regression >= 0 and ridge > 0, but got {self.regression} and {self.ridge}."
+            )
 
 
 def as_options(kind: type[T], value: T | dict[str, Any]) -> T:

@@ -48,7 +48,7 @@ def test_a_copied_layer_is_the_targets_layer(architecture):
     context = drafter.encode(features, torch.arange(7))
     embedded = features[-1:, None]  # stand in for the anchor's state: what enters the copied layer in the target
     rotary, spans = drafter.rope(torch.tensor([[6]])), _spans(0, 6)
-    out = drafter.norm(drafter.layers[0](embedded, rotary, context[0], spans))
+    out = drafter.norm(drafter.layers[0](embedded, rotary, context.layers[0], spans))
     torch.testing.assert_close(out[0], hidden[-1:], rtol=0, atol=1e-4)
 
 

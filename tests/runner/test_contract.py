@@ -10,6 +10,7 @@ import torch
 
 from dspark.contracts import DsparkError, Request, SamplingParams
 from dspark.runner import Engine, EngineOptions
+from dspark.runner.draft import confidence_rate
 from tests.runner.conftest import counts, make_drafter, make_requests, make_target, outputs
 
 SHAPES = [
@@ -81,6 +82,29 @@ def test_drafters_are_interchangeable(target) -> None:
     got = engine(target, reduced).generate(requests)
     assert_speculated(got)
     assert outputs(got) == reference
+
+
+@pytest.mark.parametrize("fusion", [False, True])
+def test_recorded_confidences_are_what_the_model_says_of_the_finished_sequence(target, fusion) -> None:
+    """Through prefill chunks, rejected drafts and reused rows, the draft model saw the features a single pass gives."""
+    drafter = make_drafter(target, input_fusion=fusion)
+    completions = engine(target, drafter, max_batch=3, prefill_chunk=4).generate(make_requests(7))
+    assert_speculated(completions)
+    head, slots = drafter.confidence_head, drafter.config.num_predictions
+    for request, completion in zip(make_requests(7), completions, strict=True):
+        ids = torch.tensor([*request.prompt_ids, *completion.token_ids])
+        rounds = completion.rounds
+        anchors = torch.tensor([r.anchor for r in rounds])
+        drafted = torch.tensor([[*r.drafted, *[0] * (slots - len(r.drafted))] for r in rounds])
+        with torch.inference_mode():
+            _, features, _ = target.forward_sequences([ids], (0, 2))
+            context = drafter.encode(features, torch.arange(len(ids)))
+            begin = torch.zeros_like(anchors)
+            out = drafter.teacher_forced(ids[anchors], anchors, drafted, context, begin, anchors)
+        for r, logits in zip(rounds, out.confidence_logits.tolist(), strict=True):
+            n = len(r.drafted)
+            wanted = tuple(map(confidence_rate, logits[:n], head.temperatures[:n]))
+            assert r.confidences == wanted
 
 
 def test_score_gives_the_samplers_bits(target, drafter) -> None:

@@ -65,6 +65,33 @@ def test_validation_reports_and_training_mode_comes_back(
     assert module.drafter.training
 
 
+def test_the_regression_start_is_far_better_than_a_random_one(
+    tiny: Any, target: Any, data_dir: Path, tmp_path: Path
+) -> None:
+    """After one step of no size: the target's law is much nearer, in every slot."""
+    distance, accepted = {}, {}
+    for count in (0, 100):
+        module = tiny.make_module(lr=1e-12, regression=count, input_fusion=True, losses={"label": "greedy"})
+        trainer, _ = fit(tiny, module, data_dir, tmp_path, 1, val_check_interval=1)
+        distance[count] = float(trainer.callback_metrics["val/l1"])
+        accepted[count] = [float(trainer.callback_metrics[f"val/acceptance_{k}"]) for k in range(3)]
+    assert distance[100] < 0.7 * distance[0]
+    assert all(new > old + 0.2 for new, old in zip(accepted[100], accepted[0], strict=True)), accepted
+
+
+def test_a_resumed_run_does_not_start_over(
+    tiny: Any, target: Any, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = {"regression": 100, "input_fusion": True}
+    trainer, _ = fit(tiny, tiny.make_module(**kind), data_dir, tmp_path, 2, limit_val_batches=0)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    monkeypatch.setattr("dspark.training.drafter_module.observe", None)  # to call it again would be an error
+    data = TrajectoryDataModule([str(data_dir)], token_budget=60)
+    resumed = tiny.make_trainer(tmp_path, 3, limit_val_batches=0)
+    resumed.fit(tiny.make_module(**kind), data, ckpt_path=tmp_path / "two.ckpt", weights_only=True)
+    assert resumed.global_step == 3
+
+
 def test_tau_equals_a_hand_computed_value() -> None:
     from dspark.training.metrics import expected_tau
 

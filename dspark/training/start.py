@@ -1,0 +1,52 @@
+"""What the regression start of the draft model looks at: features and hidden states over some training sequences.
+
+They are captured as in a training step, held in the target's dtype for the one solve, and dropped.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from tqdm import tqdm
+
+from dspark.drafter.blocks import blocks_at
+from dspark.drafter.regression import Observations
+from dspark.target.decoder import Target
+from dspark.training.batches import BatchPlan, SequenceBatch, generator
+from dspark.training.data import sequence_batch
+from dspark.training.frozen import capture
+from dspark.training.labels import anchor_candidates, slot_mask
+from dspark.training.sources import Sample
+
+_TOKENS = 1024  # of one pass of the target
+
+
+def observe(
+    target: Target, samples: Sequence[Sample], count: int, taps: tuple[int, ...], slots: int, seed: int, quiet: bool
+) -> Observations:
+    """Every block of `count` samples (drawn by `seed`; all if there are fewer), sequences with non-finite values left
+    out. quiet: no progress bar on stderr."""
+    order = torch.randperm(len(samples), generator=generator("regression", seed))[:count].tolist()
+    chosen = [samples[i] for i in order]
+    plan = BatchPlan([len(s.ids) for s in chosen], _TOKENS, seed, shuffle=False)
+    parts = []
+    with tqdm(total=len(chosen), desc="looking at answers", unit="seq", disable=quiet, file=sys.stderr,
+              dynamic_ncols=True, leave=False) as bar:  # fmt: skip
+        for group in filter(None, plan.epoch(0)):
+            picked = [chosen[i] for i in group]
+            batch = sequence_batch(picked, [anchor_candidates(s.loss_mask) for s in picked])
+            parts.append(_observe_batch(target, batch, taps, slots))
+            bar.update(len(group))
+    return Observations.join(parts)
+
+
+def _observe_batch(target: Target, batch: SequenceBatch, taps: tuple[int, ...], slots: int) -> Observations:
+    seen = capture(target, batch, taps)
+    blocks = blocks_at(batch.ids, batch.offsets, batch.sequence, batch.anchors, slots)
+    rows, counted = slot_mask(batch.loss_mask, blocks.begin, batch.offsets[batch.sequence + 1], batch.anchors, slots)
+    counted = counted & seen.finite[batch.sequence][:, None]
+    before = rows - 1  # the row whose hidden state predicts the label, and whose token stands before it
+    features = seen.features[(blocks.end - 1).clamp_min(0)]
+    return Observations(features, blocks.anchor_ids, batch.ids[before], counted, seen.hidden[before])
