@@ -80,7 +80,7 @@ def _solve_fc(seen: Observations, anchor: Tensor, ridge: float) -> Tensor:
 
 def _solve_markov(drafter: Drafter, seen: Observations, known: Tensor, ridge: float) -> Tensor | None:
     """The map M [H,H] of the previous token's embedding, cut to the Markov head's rank, which is set to it; None
-    without a head. Averaged over the slots after the first (there the previous token is the anchor, which F_0 reads)."""
+    without a head. Averaged over the slots after the first, where the previous token is the anchor: F_0 reads it."""
     head = drafter.markov_head
     if head is None or seen.counted.shape[1] < 2:
         return None

@@ -10,6 +10,8 @@ from torch import nn
 
 from dspark.training.options import OptimizerOptions
 
+FRESH = ("layers.", "confidence_head.")  # the parts of a draft model that no regression solved for
+
 
 def lr_factor(step: int, total_steps: int, options: OptimizerOptions) -> float:
     """Share of the peak rate at `step` (0-based): (s + 1) / warmup, then half a cosine down to min_lr_ratio."""
@@ -23,13 +25,21 @@ def lr_factor(step: int, total_steps: int, options: OptimizerOptions) -> float:
 def make_optimizer(
     parameters: Iterable[tuple[str, nn.Parameter]], options: OptimizerOptions, total_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """AdamW over the trainable ones of the named parameters; weight decay on matrices only."""
-    trainable = [p for _, p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": options.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    """AdamW over the trainable ones of the named parameters; weight decay on matrices only, fresh parts at their own
+    rate."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            fresh = options.fresh_lr_ratio != 1.0 and name.startswith(FRESH)
+            groups.setdefault((parameter.ndim < 2, fresh), []).append(parameter)
+    rated = [
+        {
+            "params": group,
+            "weight_decay": 0.0 if small else options.weight_decay,
+            "lr": options.lr * (options.fresh_lr_ratio if fresh else 1.0),
+        }
+        for (small, fresh), group in sorted(groups.items())
     ]
-    groups = [g for g in groups if g["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(options.beta1, options.beta2))
+    optimizer = torch.optim.AdamW(rated, lr=options.lr, betas=(options.beta1, options.beta2))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, total_steps, options))
     return optimizer, schedule

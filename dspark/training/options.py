@@ -88,6 +88,8 @@ class OptimizerOptions:
         warmup_steps: steps of linear warm-up; step s has (s + 1) / warmup_steps of the peak.
         total_steps: where the cosine ends; 0 takes trainer.max_steps (which then must be set).
         min_lr_ratio: learning rate at the end, as a share of the peak.
+        fresh_lr_ratio: rate of the draft layers and the confidence head as a share of lr. After init.regression they
+            are the only parts that start from nothing: large steps suit them, small ones the parts solved for.
         weight_decay: on matrices only; norms, biases and scalars have none.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
@@ -97,15 +99,16 @@ class OptimizerOptions:
     warmup_steps: int = 20
     total_steps: int = 0
     min_lr_ratio: float = 0.05
+    fresh_lr_ratio: float = 1.0
     weight_decay: float = 0.01
     beta1: float = 0.9
     beta2: float = 0.95
 
     def __post_init__(self) -> None:
-        if self.lr <= 0 or self.warmup_steps < 0 or self.total_steps < 0:
+        if self.lr <= 0 or self.fresh_lr_ratio <= 0 or self.warmup_steps < 0 or self.total_steps < 0:
             raise DsparkError(
-                f"optimizer: expected lr > 0, warmup_steps >= 0 and total_steps >= 0, but got {self.lr}, "
-                f"{self.warmup_steps}, {self.total_steps}."
+                "optimizer: expected lr > 0, fresh_lr_ratio > 0, warmup_steps >= 0 and total_steps >= 0, but got "
+                f"{self.lr}, {self.fresh_lr_ratio}, {self.warmup_steps}, {self.total_steps}."
             )
 
 
