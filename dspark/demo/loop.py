@@ -46,14 +46,15 @@ class Size:
     prompts: int = 0
     max_tokens: int = 0
     steps: int = 0
-    train_events: int = 40
+    train_events: int = 48
     events: int = 36
     rollout_prompts: int = 12
     samples: int = 2
     measured: int = 100
     hot: int = 40
     measured_tokens: int = 16
-    speed_requests: int = 2
+    speed_requests: int = 4
+    speed_tokens: int = 40
     speed_repeats: int = 3
     replayed: int = 12
 
@@ -91,6 +92,8 @@ class Demo:
             )
         self.recipes, self.size, self.quiet = recipes, size, quiet
         self.prepare_config = self._prepare_config()
+        path = recipes / "rollout.yaml"
+        self.rollout_config = RolloutConfig.from_dict(read_recipe(path), str(path))
         self.source, self.dtype = self.prepare_config.target, self.prepare_config.dtype
         self.stages = Stages(OUT / "stamps", lambda line: print(line, file=sys.stderr, flush=True))
         self.made: dict[str, Any] = {}
@@ -149,11 +152,13 @@ class Demo:
                 limit = self.size.train_events if split == "train" else self.size.events
                 base = self.prepare_config.rollout(split)
                 config = replace(base, drafter=str(OUT / "drafter" / "bundle"), limit=limit, out=str(folder))
+                if split == "train":  # on what the draft model learned by heart it is accepted too often to learn from
+                    config = replace(config, skip=self.rollout_config.skip)
                 done[split] = roll(config, loaded, self.quiet, title=f"rounds: {split}")["trajectories"]
             return done
 
-        limits = [self.size.train_events, self.size.events]
-        self._do("events", "4a rounds the verifier judged", {"limits": limits}, folders, run)
+        inputs = {"limits": [self.size.train_events, self.size.events], "skip": self.rollout_config.skip}
+        self._do("events", "4a rounds the verifier judged", inputs, folders, run)
 
     def confidence(self) -> None:
         folder, extra = OUT / "confidence", _steps(self.size.steps)
@@ -195,12 +200,12 @@ class Demo:
         self._do("bundle", "6 export, behind the gate", {}, (folder, folder / "calibration.json"), run)
 
     def rollouts(self) -> None:
-        config = RolloutConfig.from_dict(read_recipe(self.recipes / "rollout.yaml"), str(self.recipes / "rollout.yaml"))
         config = replace(
-            config, target=self.source, dtype=self.dtype, drafter=str(OUT / "bundle"), out=str(OUT / "rollouts"),
+            self.rollout_config, target=self.source, dtype=self.dtype, drafter=str(OUT / "bundle"),
+            out=str(OUT / "rollouts"),
             limit=self.size.rollout_prompts, samples_per_prompt=self.size.samples,
             max_tokens=self.size.max_tokens or self.prepare_config.max_tokens,
-            prompts=self.prepare_config.rollout("train").prompts,  # they train the head again: never the test split
+            prompts=self.prepare_config.rollout("train").prompts, split="",  # they train: never the test split
         )  # fmt: skip
 
         def run() -> Result:
@@ -240,8 +245,7 @@ class Demo:
                 for name, one in named.items()
             }
             few = spread(test, self.size.speed_requests)
-            longer = self.size.max_tokens or self.prepare_config.max_tokens
-            done["speed"] = speed(loaded, few, RECOMMENDED, longer, self.size.speed_repeats, self.quiet)
+            done["speed"] = speed(loaded, few, RECOMMENDED, self.size.speed_tokens, self.size.speed_repeats, self.quiet)
             return done
 
         self._do("measured", "acceptance and speed against plain decoding", {"size": asdict(self.size)}, (), run)

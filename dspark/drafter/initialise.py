@@ -48,7 +48,7 @@ def initialise_from_target(
     if fuse:
         _fuse_last(drafter)
     if final_norm is not None:
-        drafter.norm.weight.copy_(target._final_norm.to(drafter.dtype) * final_norm)
+        drafter.norm.weight.copy_(target.final_norm.to(drafter.dtype) * final_norm)
     if residual_scale is not None:
         for layer in drafter.draft_layers:
             layer.self_attn.o_proj.weight.mul_(residual_scale)
@@ -116,7 +116,7 @@ def _check_fit(drafter: Drafter, target: Any, ids: list[int]) -> None:
 
 def _layer_state(target: Any, index: int) -> dict[str, Tensor]:
     """One target layer's fused weights under the draft layer's names."""
-    layer, shape = target._layers[index], target.config
+    layer, shape = target.layers[index], target.config
     cuts = [shape.num_heads * shape.head_dim, *[shape.num_kv_heads * shape.head_dim] * 2]
     state = {
         "input_layernorm.weight": layer.input_norm,

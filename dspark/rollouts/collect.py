@@ -50,7 +50,8 @@ def collect(
 ) -> dict[str, Any]:
     """Generates `config.samples_per_prompt` trajectories per prompt into `out_dir`, continuing what is there.
 
-    prompts: config.split already chosen; config.limit is applied here, and a prompt that occurs twice is used once.
+    prompts: config.split already chosen; config.skip and config.limit are applied here, and a prompt that occurs twice
+    is used once.
     manifest_base: manifest.run_facts of this engine. on_progress(done, total, tokens) counts what is on disk, earlier
     runs included. eos_ids: stop tokens when config.stop_ids is None. decode: token ids to text, for the reward.
     Returns counts and the speed of this call. Raises DsparkError when no prompt is left, the folder holds another
@@ -61,7 +62,7 @@ def collect(
             f"rollout: expected a runner with the config's verifier {config.verifier}, but got "
             f"{manifest_base.get('verifier')!r}. Make the engine with the same one."
         )
-    chosen, duplicates = _choose(prompts, config.limit)
+    chosen, duplicates = _choose(prompts, config.skip, config.limit)
     items = [(prompt, sample) for prompt in chosen for sample in range(config.samples_per_prompt)]
     params = config.params(eos_ids)
     scorer = Scorer(load_reward(config.reward))
@@ -152,18 +153,22 @@ def _trajectory(
     )
 
 
-def _choose(prompts: Sequence[Prompt], limit: int) -> tuple[list[Prompt], int]:
-    """The first `limit` distinct prompts, and how many repeats were passed over on the way."""
-    chosen: dict[str, Prompt] = {}
+def _choose(prompts: Sequence[Prompt], skip: int, limit: int) -> tuple[list[Prompt], int]:
+    """`limit` distinct prompts after the first `skip` of them, and how many repeats were passed over on the way."""
+    distinct: dict[str, Prompt] = {}
     duplicates = 0
     for prompt in prompts:
-        if limit and len(chosen) == limit:
+        if limit and len(distinct) == skip + limit:
             break
-        duplicates += prompt.prompt_id in chosen
-        chosen.setdefault(prompt.prompt_id, prompt)
+        duplicates += prompt.prompt_id in distinct
+        distinct.setdefault(prompt.prompt_id, prompt)
+    chosen = list(distinct.values())[skip:]
     if not chosen:
-        raise DsparkError("rollout: expected at least one prompt, but got none. Check prompts, split and limit.")
-    return list(chosen.values()), duplicates
+        raise DsparkError(
+            f"rollout: expected at least one prompt, but got none: {len(distinct)} distinct ones, of which skip passes "
+            f"over {skip}. Check prompts, split, skip and limit."
+        )
+    return chosen, duplicates
 
 
 def _trajectory_id(item: Item) -> str:

@@ -15,7 +15,8 @@ class RolloutConfig:
     """What is sampled, how, and where it goes. Raises DsparkError for a value out of range.
 
     target, drafter, dtype: a target source, a bundle's folder ("" = no draft model), "bfloat16" or "float32".
-    prompts, split: a prompt file or data set, and which of its splits ("" = all); limit: the first so many (0 = all).
+    prompts, split: a prompt file or data set, and which of its splits ("" = all). skip: prompts passed over first;
+    limit: the first so many after them (0 = all).
     samples_per_prompt: sequences per prompt, one group each. run_seed: all randomness comes from it, the prompt's id
     and the sample's index. stop_ids: token ids that end a sequence (None = the tokenizer's end of sequence).
     verifier: "greedy", "coupled" or "rejection". gamma: drafts verified per round (None = the trained block).
@@ -29,6 +30,7 @@ class RolloutConfig:
     dtype: str = "bfloat16"
     prompts: str = "data/prompts/train.jsonl"
     split: str = ""
+    skip: int = 0
     limit: int = 0
     samples_per_prompt: int = 1
     run_seed: int = 0
@@ -51,6 +53,7 @@ class RolloutConfig:
         if self.stop_ids is not None:
             object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
         checks = (
+            ("skip", self.skip >= 0, ">= 0"),
             ("limit", self.limit >= 0, ">= 0 (0 = all prompts)"),
             ("samples_per_prompt", self.samples_per_prompt >= 1, ">= 1"),
             ("batch_size", self.batch_size >= 1, ">= 1"),

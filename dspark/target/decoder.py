@@ -39,8 +39,8 @@ class Target:
         self.embed_weight = self._tensors["embed"]
         self.head_weight = self._tensors.get("head", self.embed_weight)
         self.dtype = self.embed_weight.dtype
-        self._layers = [layer_of(self._tensors, i) for i in range(config.num_layers)]
-        self._final_norm = self._tensors["norm"]
+        self.layers = [layer_of(self._tensors, i) for i in range(config.num_layers)]
+        self.final_norm = self._tensors["norm"]
         self._rope = RopeTable(config.rope, config.head_dim)
 
     @property
@@ -94,13 +94,13 @@ class Target:
         begins = {w: torch.maximum(begin, end - w) if w else begin for w in set(self.config.windows)}
         eps, kept = self.config.rms_norm_eps, {}
         residual = kept[-1] = self.embed(ids)
-        normed = ops.rms_norm(residual, self._layers[0].input_norm, eps)
-        for i, (layer, window) in enumerate(zip(self._layers, self.config.windows, strict=True)):
+        normed = ops.rms_norm(residual, self.layers[0].input_norm, eps)
+        for i, (layer, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
             mixed = self._attend(layer, normed, cos, sin, rows, begins[window], end, cache.k[i], cache.v[i])
             normed, residual = ops.add_rms_norm(mixed, residual, layer.post_norm, eps)
             inner = ops.silu_mul(ops.linear(normed, layer.gate_up, layer.gate_up_bias))
             last = i + 1 == self.num_layers
-            following = self._final_norm if last else self._layers[i + 1].input_norm
+            following = self.final_norm if last else self.layers[i + 1].input_norm
             normed, residual = ops.add_rms_norm(
                 ops.linear(inner, layer.down, layer.down_bias), residual, following, eps
             )

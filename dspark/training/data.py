@@ -7,6 +7,7 @@ padding: a batch is a few concatenations, and its order and anchors are keyed (b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -80,13 +81,20 @@ class _SplitDataModule(LightningDataModule):
             if not self.paths[split]:
                 raise DsparkError(f"data: expected at least one path in data.{split}, but got none.")
             tokenizer = load_tokenizer(self.tokenizer_source) if self.tokenizer_source else None
-            read = read_samples(self.paths[split], tokenizer, rounds=self._with_rounds)
+            read = read_samples(self.paths[split], tokenizer, self._with_rounds, self._quarantine(split))
             for reason, count in read.dropped.items():
                 rank_zero_info(f"data.{split}: left out {count} rows: {reason}")
-            self._samples[split] = self._usable(read.samples)
+            self._samples[split] = self._usable(split, read.samples)
         return self._samples[split]
 
-    def _usable(self, samples: list[Sample]) -> list[Sample]:
+    def _quarantine(self, split: str) -> Path | None:
+        """Where the broken rows of a conversations file go: into the run's own folder, by the first rank."""
+        trainer = self.trainer
+        if trainer is None or not trainer.is_global_zero:
+            return None
+        return Path(trainer.default_root_dir) / "quarantine" / split
+
+    def _usable(self, split: str, samples: list[Sample]) -> list[Sample]:
         return samples
 
     def _collate(self, samples: list[Sample], train: bool) -> Collate:
@@ -124,6 +132,8 @@ class TrajectoryDataModule(_SplitDataModule):
         anchors_per_sequence: blocks drawn per sequence and epoch; 0 takes every candidate position.
         seed: keys the order of the batches and the anchors.
         tokenizer: where the tokenizer of a conversations file comes from (a target source).
+        train_prompts: learn from the answers to the first so many prompts only; 0 takes all. The others are for the
+            confidence head: more of a draft is accepted on what the draft model has learned by heart.
     """
 
     def __init__(
@@ -135,11 +145,21 @@ class TrajectoryDataModule(_SplitDataModule):
         anchors_per_sequence: int = 0,
         seed: int = 0,
         tokenizer: str | None = None,
+        train_prompts: int = 0,
     ):
         super().__init__(train, val or [], test or [], [], token_budget, seed, tokenizer)
-        if anchors_per_sequence < 0:
-            raise DsparkError(f"data: expected anchors_per_sequence >= 0, but got {anchors_per_sequence}.")
-        self.anchors_per_sequence = anchors_per_sequence
+        if anchors_per_sequence < 0 or train_prompts < 0:
+            raise DsparkError(
+                f"data: expected anchors_per_sequence >= 0 and train_prompts >= 0, but got {anchors_per_sequence} and "
+                f"{train_prompts}."
+            )
+        self.anchors_per_sequence, self.train_prompts = anchors_per_sequence, train_prompts
+
+    def _usable(self, split: str, samples: list[Sample]) -> list[Sample]:
+        if split != "train" or not self.train_prompts:
+            return samples
+        first = set(list(dict.fromkeys(s.prompt_id for s in samples))[: self.train_prompts])
+        return [s for s in samples if s.prompt_id in first]
 
     def _collate(self, samples: list[Sample], train: bool) -> Collate:
         def collate(epoch: int, group: list[int]) -> SequenceBatch:
@@ -194,7 +214,14 @@ class RoundsDataModule(_SplitDataModule):
     ):
         super().__init__(train or [], val or [], test or [], predict or [], token_budget, seed, None)
 
-    def _usable(self, samples: list[Sample]) -> list[Sample]:
+    def _quarantine(self, split: str) -> Path | None:
+        """Where the broken rows of a conversations file go: into the run's own folder, by the first rank."""
+        trainer = self.trainer
+        if trainer is None or not trainer.is_global_zero:
+            return None
+        return Path(trainer.default_root_dir) / "quarantine" / split
+
+    def _usable(self, split: str, samples: list[Sample]) -> list[Sample]:
         kept = [s for s in samples if uncensored(s)]
         if not kept:
             raise DsparkError(

@@ -7,6 +7,7 @@ shard's hash is checked against the directory's manifest first: a damaged or for
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,7 @@ import torch
 from torch import Tensor
 
 from dspark.contracts import DsparkError, Round
-from dspark.corpus import dialogue
-from dspark.corpus.messages import read_conversation
-from dspark.corpus.sources import open_source
+from dspark.corpus.conversations import load_dialogues
 from dspark.files import child_path, read_json, sha256_file
 
 _TRAJECTORY_COLUMNS = ["trajectory_id", "prompt_id", "domain", "prompt_ids", "response_ids", "sampling"]
@@ -47,26 +46,31 @@ class Samples:
     dropped: dict[str, int]
 
 
-def read_samples(paths: Iterable[str], tokenizer: Any = None, rounds: bool = False) -> Samples:
+def read_samples(
+    paths: Iterable[str], tokenizer: Any = None, rounds: bool = False, quarantine: Path | None = None
+) -> Samples:
     """All samples of the given trajectory directories and conversation files, in order of path then row.
 
-    tokenizer: needed for a conversations file only. rounds: also read the rounds beside trajectories. Raises
-    DsparkError when a path is missing, damaged, or nothing usable is left.
+    tokenizer: needed for a conversations file only. rounds: also read the rounds beside trajectories. quarantine: the
+    folder for the broken rows of conversation files. Raises DsparkError when a path is missing, damaged, or nothing
+    usable is left.
     """
     kept: list[Sample] = []
-    dropped: dict[str, int] = {}
+    dropped: Counter[str] = Counter()
     for path in map(Path, paths):
         if not path.exists():
             raise DsparkError(f"training data: expected {path} to exist. Make it first (dspark prepare or rollout).")
-        for sample in _directory(path, rounds) if path.is_dir() else _conversations(path, tokenizer):
-            if not isinstance(sample, str) and bool(sample.loss_mask.any()):
-                kept.append(sample)
-            else:
-                reason = sample if isinstance(sample, str) else "no supervised token"
-                dropped[reason] = dropped.get(reason, 0) + 1
+        if path.is_dir():
+            found = list(_directory(path, rounds))
+        else:
+            found, reasons = _conversations(path, tokenizer, quarantine)
+            dropped.update(reasons)
+        supervised = [sample for sample in found if bool(sample.loss_mask.any())]
+        kept += supervised
+        dropped["no supervised token"] += len(found) - len(supervised)
     if not kept:
         raise DsparkError(f"training data: expected supervised tokens in {list(paths)}, but got none ({dropped}).")
-    return Samples(kept, dropped)
+    return Samples(kept, dict(+dropped))
 
 
 def _shards(path: Path, kind: str) -> list[Path]:
@@ -118,22 +122,18 @@ def _read_rounds(path: Path) -> dict[str, tuple[Round, ...]]:
     return {key: tuple(r for _, r in sorted(items, key=lambda item: item[0])) for key, items in found.items()}
 
 
-def _conversations(path: Path, tokenizer: Any) -> Iterable[Sample | str]:
-    """The samples of a JSONL or Parquet file of conversations; a row that cannot be used gives the reason instead."""
+def _conversations(path: Path, tokenizer: Any, quarantine: Path | None) -> tuple[list[Sample], dict[str, int]]:
+    """The samples of a JSONL or Parquet file of conversations, and why rows were left out (reason -> count); these are
+    written to quarantine/<file name>.quarantine.jsonl."""
     if tokenizer is None:
         raise DsparkError(f"{path}: expected a tokenizer for a conversations file. Set data.tokenizer.")
-    for row in open_source(path, None).rows:
-        if row.value is None:
-            yield row.error
-            continue
-        try:
-            talk = read_conversation(row.value)
-            complete = talk.finish_reason != "length"
-            turns = dialogue.encode_turns(talk.messages, tokenizer, tools=talk.tools, complete=complete)
-        except DsparkError as error:
-            yield str(error)
-            continue
-        for turn, encoded in enumerate(turns):
-            ids = torch.tensor(encoded.ids, dtype=torch.int64)
-            mask = torch.tensor(encoded.loss_mask, dtype=torch.bool)
-            yield Sample(f"{path.name}:{row.line}.{turn}", f"{path.name}:{row.line}", talk.domain, ids, mask)
+    aside = None if quarantine is None else quarantine / f"{path.name}.quarantine.jsonl"
+    read = load_dialogues(path, tokenizer, quarantine=aside)
+    samples = []
+    for example in read.examples:
+        ids = torch.tensor(example.dialogue.ids, dtype=torch.int64)
+        mask = torch.tensor(example.dialogue.loss_mask, dtype=torch.bool)
+        name = example.dialogue_id
+        samples.append(Sample(f"{name}.{example.turn}", name, example.domain, ids, mask))
+    where = f" (see {aside})" if aside else ""
+    return samples, dict(Counter(f"{reason}{where}" for _, reason in read.dropped))

@@ -65,7 +65,7 @@ def test_parts_touch_only_what_they_name():
     state = plain.state_dict()
     assert all(torch.equal(t, state[n]) for n, t in drafter.state_dict().items())
     initialise_from_target(drafter, target, layers=(), fuse=False, final_norm=0.01, residual_scale=0.0)
-    assert torch.equal(drafter.norm.weight, target._final_norm * 0.01)
+    assert torch.equal(drafter.norm.weight, target.final_norm * 0.01)
     changed = {n for n, t in drafter.state_dict().items() if not torch.equal(t, state[n])}
     assert {n.split(".")[-2] for n in changed} == {"norm", "o_proj", "down_proj"}
 

@@ -46,6 +46,18 @@ def test_limit_duplicates_and_no_prompts(fakes, tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+def test_skip_passes_over_distinct_prompts(fakes, tmp_path):
+    prompts = fakes.make_prompts()
+    whole, rest = fakes.with_config(), fakes.with_config(skip=2)
+    fakes.run(tmp_path / "whole", config=whole)
+    fakes.run(tmp_path / "rest", prompts=[prompts[0], *prompts], config=rest)
+    skipped = {p.prompt_id for p in prompts[:2]}
+    wanted = [t for t in read_trajectories(tmp_path / "whole") if t.prompt_id not in skipped]
+    assert read_trajectories(tmp_path / "rest") == wanted != []
+    with pytest.raises(DsparkError, match="skip passes over 99"):
+        fakes.run(tmp_path / "none", config=fakes.with_config(skip=99))
+
+
 def test_default_stop_ids_are_the_tokenizers(fakes, tmp_path):
     fakes.run(tmp_path / "a", config=fakes.with_config(stop_ids=None), eos_ids=(2, 3))
     assert read_trajectories(tmp_path / "a")[0].params.stop_ids == (2, 3)
@@ -140,6 +152,7 @@ def test_recipe_is_every_field_of_the_config():
         ({"temprature": 1.0}, "Did you mean 'temperature'"),
         ({"xyzzy": 1}, "Known: target, drafter"),
         ({"limit": -1}, "limit"),
+        ({"skip": -1}, "skip"),
         ({"limit": True}, "limit"),
         ({"limit": 1.5}, "limit"),
         ({"temperature": "1e-3"}, "temperature to be float, but got '1e-3'"),

@@ -24,7 +24,7 @@ def main(ranks: int, data_dir: str, out: str) -> None:
     # Everything fits one batch, so of two ranks the second has none: no sequence, no anchor.
     data = TrajectoryDataModule([data_dir], val=[data_dir], token_budget=10_000)
     strategy = {"strategy": "ddp", "use_distributed_sampler": False} if ranks > 1 else {}
-    module = tiny.make_module(total_steps=3)
+    module = tiny.make_module(total_steps=3, regression=100, input_fusion=True)
     trainer = tiny.make_trainer(Path(out).parent, 3, devices=ranks, **strategy)
     trainer.fit(module, data)
     if trainer.is_global_zero:

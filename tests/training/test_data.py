@@ -157,17 +157,32 @@ def test_only_untruncated_rounds_are_labels(tiny: Any, tmp_path: Path, monkeypat
 
 
 def test_conversations_are_samples_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken rows are counted and set aside in the run's folder, one reason each."""
     from dspark.corpus.dialogue import Dialogue
 
     monkeypatch.setattr(
-        "dspark.training.sources.dialogue.encode_turns",
+        "dspark.corpus.conversations.dialogue.encode_turns",
         lambda messages, tokenizer, **_: [Dialogue((1, 2, 3, 4), (False, False, True, True))],
     )
     path = tmp_path / "talk.jsonl"
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     path.write_text(json.dumps(good) + "\nno json\n" + json.dumps({"messages": []}) + "\n")
-    read = read_samples([str(path)], tokenizer=object())
+    read = read_samples([str(path)], tokenizer=object(), quarantine=tmp_path / "aside")
     assert [s.loss_mask.tolist() for s in read.samples] == [[False, False, True, True]]
     assert sum(read.dropped.values()) == 2
+    aside = [json.loads(line) for line in (tmp_path / "aside" / "talk.jsonl.quarantine.jsonl").open()]
+    assert [(row["line"], bool(row["reason"])) for row in aside] == [(2, True), (3, True)]
+    assert "quarantine.jsonl" in " ".join(read.dropped)
     with pytest.raises(DsparkError, match="tokenizer"):
         read_samples([str(path)])
+
+
+def test_train_prompts_leaves_the_other_prompts_out_of_training_only(tiny: Any, tmp_path: Path) -> None:
+    """Of every sample of a prompt, or of none; validation sees all."""
+    rows = [{**row, "prompt_id": f"p{i // 2}"} for i, row in enumerate(tiny.make_rows(8))]
+    path = str(tiny.write_directory(tmp_path / "rows", rows=rows))
+    data = TrajectoryDataModule([path], val=[path], token_budget=60, train_prompts=3)
+    assert [s.prompt_id for s in data.samples("train")] == ["p0", "p0", "p1", "p1", "p2", "p2"]
+    assert len(data.samples("val")) == 8
+    with pytest.raises(DsparkError, match="train_prompts >= 0"):
+        TrajectoryDataModule([path], train_prompts=-1)
