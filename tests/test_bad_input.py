@@ -83,3 +83,10 @@ def test_broken_prompt_rows_are_set_aside(work: Path, capsys) -> None:
         "empty.jsonl",
     )
     assert not (work / "runs" / "none").exists()
+
+
+def test_an_export_never_replaces_a_folder_of_other_files(work: Path, capsys) -> None:
+    (work / "mine").mkdir()
+    (work / "mine" / "last.ckpt").write_text("precious")
+    fails(capsys, ["export", "--checkpoint", "mine/last.ckpt", "--out", "mine"], "mine", "other files")
+    assert (work / "mine" / "last.ckpt").read_text() == "precious"

@@ -7,7 +7,7 @@ drafts per round does not.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dspark.contracts import Round
@@ -15,8 +15,9 @@ from dspark.contracts import Round
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """rounds; tau: mean tokens per round, bonus token included; accepted: mean accepted drafts per round; per_slot:
-    observed rate at which slot k is accepted given that all before it were (None where never observed)."""
+    """rounds; tau: mean tokens a round added, the target's own included where it came (a sequence may end on an
+    accepted draft); accepted: mean accepted drafts per round; per_slot: observed rate at which slot k is accepted given
+    that all before it were (None where never observed)."""
 
     rounds: int
     tau: float
@@ -24,26 +25,35 @@ class Acceptance:
     per_slot: tuple[float | None, ...]
 
 
-def acceptance(rounds: Iterable[Round], slots: int) -> Acceptance:
-    """Statistics over ``rounds`` for blocks of ``slots`` drafts. With no round at all, tau is 1: nothing was
-    drafted."""
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """One sequence: its domain, its rounds in order, and the position of its last token."""
+
+    domain: str
+    rounds: Sequence[Round]
+    last: int
+
+
+def acceptance(sequences: Iterable[Drafted], slots: int) -> Acceptance:
+    """Statistics over all rounds for blocks of ``slots`` drafts. Without any round tau is 1: nothing was drafted."""
     tried, passed = [0] * slots, [0] * slots
-    count = accepted = 0
-    for r in rounds:
-        count += 1
-        accepted += r.accepted
-        for k in range(min(r.accepted + 1, r.verified)):
-            tried[k] += 1
-            passed[k] += k < r.accepted
-    mean = accepted / count if count else 0.0
+    count = accepted = tokens = 0
+    for sequence in sequences:
+        for r in sequence.rounds:
+            count += 1
+            accepted += r.accepted
+            tokens += min(r.accepted + 1, sequence.last - r.anchor)
+            for k in range(min(r.accepted + 1, r.verified)):
+                tried[k] += 1
+                passed[k] += k < r.accepted
     rates = tuple(p / t if t else None for p, t in zip(passed, tried, strict=True))
-    return Acceptance(count, 1.0 + mean, mean, rates)
+    return Acceptance(count, tokens / count if count else 1.0, accepted / count if count else 0.0, rates)
 
 
-def by_domain(rounds: Iterable[tuple[str, Iterable[Round]]], slots: int) -> dict[str, Acceptance]:
-    """The same per domain, from (domain, rounds of one sequence); "overall" first."""
-    grouped: dict[str, list[Round]] = defaultdict(list)
-    for domain, some in rounds:
-        grouped[domain].extend(some)
-    everything = [r for some in grouped.values() for r in some]
+def by_domain(sequences: Iterable[Drafted], slots: int) -> dict[str, Acceptance]:
+    """The same per domain; "overall" first."""
+    grouped: dict[str, list[Drafted]] = defaultdict(list)
+    for sequence in sequences:
+        grouped[sequence.domain].append(sequence)
+    everything = [s for some in grouped.values() for s in some]
     return {"overall": acceptance(everything, slots)} | {d: acceptance(grouped[d], slots) for d in sorted(grouped)}

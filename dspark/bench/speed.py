@@ -48,7 +48,7 @@ def compare(
             first = next(iter(outputs.values()))
             tokens += len(first.token_ids)
             for name, got in outputs.items():
-                mismatched[name] += (got.token_ids, got.logprobs) != (first.token_ids, first.logprobs)
+                mismatched[name] += _bits(got) != _bits(first)
         for name in engines:
             rates[name].append(tokens / seconds[name])
     base = next(iter(rates.values()))
@@ -62,6 +62,10 @@ def _timed(engine: Engine, request: Request) -> tuple[Completion, float]:
     started = time.perf_counter()
     (completion,) = engine.generate([request])
     return completion, time.perf_counter() - started
+
+
+def _bits(completion: Completion) -> tuple:
+    return completion.token_ids, completion.logprobs, completion.raw_logprobs
 
 
 def _spread(values: list[float]) -> Spread:

@@ -16,7 +16,7 @@ from dspark.calibration.temperature import Calibration
 from dspark.contracts import DsparkError
 from dspark.drafter.blocks import Blocks, blocks_at
 from dspark.drafter.model import Drafter
-from dspark.export.bundle import check_parity, drafter_hash, load_bundle, save_bundle, write_calibration
+from dspark.export.bundle import check_parity, drafter_hash, is_bundle, load_bundle, save_bundle, write_calibration
 from dspark.files import atomic_dir
 from dspark.target.decoder import Target
 from dspark.target.load import load_target
@@ -47,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def export(checkpoint: str, target_source: str, dtype: str, out: str, calibration: str = "") -> dict[str, Any]:
-    """Writes the bundle and returns its hash and how many logits the gate compared."""
+    """Writes the bundle and returns its hash and how many logits the gate compared. An earlier bundle in `out` is
+    replaced; a folder with anything else in it is refused."""
+    _refuse_foreign(Path(out))
     target = load_target(target_source, dtype)
     drafter = load_drafter(checkpoint, target)
     fitted = Calibration.load(calibration, drafter_hash(drafter)) if calibration else None
@@ -62,6 +64,14 @@ def export(checkpoint: str, target_source: str, dtype: str, out: str, calibratio
             path.rename(temporary / path.name)
         (temporary / "bundle").rmdir()
     return {"drafter_hash": identity, "compared": compared, "out": out}
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if folder.is_dir() and any(folder.iterdir()) and not is_bundle(folder):
+        raise DsparkError(
+            f"{folder}: expected an empty place or an earlier bundle to replace, but the folder holds other files. "
+            "Give --out a folder of its own."
+        )
 
 
 def gate(drafter: Drafter, folder: Path, target: Target) -> int:

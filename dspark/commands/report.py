@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dspark.bench.acceptance import Acceptance, by_domain
+from dspark.bench.acceptance import Acceptance, Drafted, by_domain
 from dspark.calibration.report import Report, build_report, format_table
 from dspark.calibration.temperature import Calibration
 from dspark.commands.calibrate import add_event_arguments
@@ -77,12 +77,14 @@ def make_report(
 
 def rollout_acceptance(folders: list[str]) -> dict[str, Acceptance]:
     """Acceptance by domain over the rounds of rollout folders."""
-    rounds = []
+    sequences: list[Drafted] = []
     for folder in folders:
         recorded = read_rounds(folder)
-        rounds += [(t.domain, recorded.get(t.trajectory_id, [])) for t in read_trajectories(folder)]
-    slots = max((len(r.drafted) for _, some in rounds for r in some), default=0)
-    return by_domain(rounds, slots)
+        for t in read_trajectories(folder):
+            last = len(t.prompt_ids) + len(t.response_ids) - 1
+            sequences.append(Drafted(t.domain, recorded.get(t.trajectory_id, []), last))
+    slots = max((len(r.drafted) for s in sequences for r in s.rounds), default=0)
+    return by_domain(sequences, slots)
 
 
 def plain(accepted: dict[str, Acceptance]) -> dict[str, dict[str, Any]]:

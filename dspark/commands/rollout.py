@@ -50,9 +50,9 @@ def roll(
 ) -> dict[str, Any]:
     """Run one rollout config to its end. ``loaded``: models already in memory (they must be the config's)."""
     loaded = loaded or load(config.target, config.dtype, config.drafter)
-    prompts = load_prompts(config.prompts, loaded.tokenizer, config.split or None, quarantine_path(config.out))
     config = replace(config, gamma=resolve_gamma(config.gamma, loaded.bundle))  # so that the manifest holds it
     engine = loaded.engine(config.verifier, config.gamma, config.batch_size, config.commit_to_cap)
+    prompts = load_prompts(config.prompts, loaded.tokenizer, config.split or None, quarantine_path(config.out))
     with progress(title, quiet=quiet) as bar:
         summary = collect(
             prompts.prompts,
@@ -64,7 +64,8 @@ def roll(
             eos_ids=loaded.target.eos_ids,
             decode=loaded.tokenizer.decode,
         )
-    return {**summary, "dropped_rows": len(prompts.dropped), "quarantine": str(quarantine_path(config.out))}
+    told = {"skipped_prompts": config.skip, "dropped_rows": len(prompts.dropped)}
+    return {**summary, **told, "quarantine": str(quarantine_path(config.out))}
 
 
 def quarantine_path(out: str) -> Path:
@@ -79,6 +80,8 @@ def as_text(summary: dict[str, Any]) -> str:
         f"{summary['new_tokens']} tokens in this run, {summary['tokens_per_second']:.0f} tokens/s; "
         f"{summary['resumed']} trajectories were there already",
     ]
+    if summary["skipped_prompts"]:
+        lines.append(f"{summary['skipped_prompts']} prompts were passed over (skip)")
     if summary["dropped_rows"]:
         lines.append(f"{summary['dropped_rows']} broken prompt rows were set aside: {summary['quarantine']} says why")
     for error in summary["reward_errors"]:

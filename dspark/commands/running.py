@@ -96,6 +96,8 @@ def refuse_unbuilt_switches(settings: Settings) -> None:
     asked = {
         "DEEPINFER_ENABLE_MTP_VARLEN": settings.enable_mtp_varlen,
         "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE": settings.yoco_prefill_truncation_mode != "off",
+        "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": "yoco_prefill_keep_tokens" in settings.origins,
+        "DEEPINFER_MAX_BACKTRACKING_TOKENS": "max_backtracking_tokens" in settings.origins,
     }
     for name, on in asked.items():
         if on:

@@ -2,8 +2,9 @@
 
 Answers by the target, a draft model trained on them, its confidence head trained on what the verifier did, calibration
 and a report, an export behind a gate, rollouts that are replayed bit for bit, and those rollouts as training data
-again. A stage whose output is there and matches its inputs is skipped, so an interrupted demo goes on where it was.
-Run it where recipes/ and data/ are; everything it writes is under runs/demo and tb_logs.
+again. A stage whose output is there and matches its inputs is skipped, so an interrupted demo goes on with the stage
+it was in (answers and rollouts where they stopped, a fit from its start). Run it where recipes/ and data/ are;
+everything it writes is under runs/demo and tb_logs.
 """
 
 from __future__ import annotations

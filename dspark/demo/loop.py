@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,12 +23,14 @@ from dspark.commands.rollout import roll
 from dspark.commands.running import Loaded, load
 from dspark.contracts import DsparkError
 from dspark.corpus.prompts import Prompt, load_prompts
+from dspark.corpus.sources import open_source
 from dspark.demo.measure import Setting, equality, speed
 from dspark.demo.stages import Result, Stage, Stages
 from dspark.demo.table import as_text
 from dspark.files import sha256_file
 from dspark.recipe import read_recipe
 from dspark.rollouts.config import RolloutConfig
+from dspark.settings import Settings
 
 OUT = Path("runs/demo")
 SPLITS = ("train", "calibration", "test")
@@ -46,15 +49,15 @@ class Size:
     prompts: int = 0
     max_tokens: int = 0
     steps: int = 0
-    train_events: int = 48
-    events: int = 36
+    train_events: int = 44
+    events: int = 34
     rollout_prompts: int = 12
     samples: int = 2
     measured: int = 100
-    hot: int = 40
+    hot: int = 24
     measured_tokens: int = 16
     speed_requests: int = 4
-    speed_tokens: int = 40
+    speed_tokens: int = 32
     speed_repeats: int = 3
     replayed: int = 12
 
@@ -94,6 +97,8 @@ class Demo:
         self.prepare_config = self._prepare_config()
         path = recipes / "rollout.yaml"
         self.rollout_config = RolloutConfig.from_dict(read_recipe(path), str(path))
+        # On prompts that the draft model learns from it is accepted too often to learn confidence from.
+        self.unseen = int(read_recipe(recipes / "drafter.yaml")["data"]["init_args"].get("train_prompts", 0))
         self.source, self.dtype = self.prepare_config.target, self.prepare_config.dtype
         self.stages = Stages(OUT / "stamps", lambda line: print(line, file=sys.stderr, flush=True))
         self.made: dict[str, Any] = {}
@@ -109,14 +114,15 @@ class Demo:
 
     @staticmethod
     def bits_equal(results: dict[str, Any]) -> bool:
-        runs = [results["measured"][name] for name in ("greedy", "recommended", "hot")]
-        return results["replay"]["differing_bits"] == 0 and not any(run["differing"] for run in runs)
+        return results["replay"]["differing_bits"] == 0 and nothing_differs(results["measured"])
 
     # ---- the stages -----------------------------------------------------------------------------------------------
 
     def prompts(self) -> None:
-        files = {split: Path(self.prepare_config.prompts) / f"{split}.jsonl" for split in SPLITS}
-        self._do("prompts", "1 prompts", {}, tuple(files.values()), lambda: self._count_prompts(files))
+        files = {split: self.prepare_config.rollout(split).prompts for split in SPLITS}
+        hashes = {f"prompts:{path}": sha256_file(path) for path in files.values()}
+        self._do("prompts", "1 prompts", hashes, (), lambda: self._count_prompts(files))
+        self.made.update(hashes)  # the user's files: no outputs of ours, never removed
 
     def responses(self) -> None:
         folders = tuple(OUT / "responses" / split for split in self.prepare_config.splits)
@@ -139,7 +145,13 @@ class Demo:
             return export(str(folder / "last.ckpt"), self.source, self.dtype, str(folder / "bundle"))
 
         config = {"recipe": sha256_file(self.recipes / "drafter.yaml"), "extra": extra}
-        self._do("drafter", "3 draft model (lightning fit recipes/drafter.yaml)", config, (folder / "bundle",), run)
+        self._do(
+            "drafter",
+            "3 draft model (lightning fit recipes/drafter.yaml)",
+            config,
+            (folder / "bundle", folder / "last.ckpt"),
+            run,
+        )
 
     def events(self) -> None:
         """Verified rounds of whole blocks on each split: the confidence head's labels."""
@@ -152,12 +164,12 @@ class Demo:
                 limit = self.size.train_events if split == "train" else self.size.events
                 base = self.prepare_config.rollout(split)
                 config = replace(base, drafter=str(OUT / "drafter" / "bundle"), limit=limit, out=str(folder))
-                if split == "train":  # on what the draft model learned by heart it is accepted too often to learn from
-                    config = replace(config, skip=self.rollout_config.skip)
+                if split == "train":
+                    config = replace(config, skip=self.unseen)
                 done[split] = roll(config, loaded, self.quiet, title=f"rounds: {split}")["trajectories"]
             return done
 
-        inputs = {"limits": [self.size.train_events, self.size.events], "skip": self.rollout_config.skip}
+        inputs = {"limits": [self.size.train_events, self.size.events], "skip": self.unseen}
         self._do("events", "4a rounds the verifier judged", inputs, folders, run)
 
     def confidence(self) -> None:
@@ -205,7 +217,7 @@ class Demo:
             out=str(OUT / "rollouts"),
             limit=self.size.rollout_prompts, samples_per_prompt=self.size.samples,
             max_tokens=self.size.max_tokens or self.prepare_config.max_tokens,
-            prompts=self.prepare_config.rollout("train").prompts, split="",  # they train: never the test split
+            prompts=self.prepare_config.rollout("train").prompts, split="", skip=self.unseen,
         )  # fmt: skip
 
         def run() -> Result:
@@ -220,7 +232,8 @@ class Demo:
             first = str(got.first_difference) if got.first_difference else None
             return {"checked": got.checked, "tokens": got.tokens, "differing_bits": got.differing_bits, "first": first}
 
-        self._do("replay", "8 replay, bit for bit", {"sample": self.size.replayed}, (), run)
+        inputs = {"sample": self.size.replayed}
+        self._do("replay", "8 replay, bit for bit", inputs, (), run, lambda result: result["differing_bits"] == 0)
 
     def feedback(self) -> None:
         folder, steps = OUT / "feedback", min(10, self.size.steps or 10)
@@ -248,13 +261,18 @@ class Demo:
             done["speed"] = speed(loaded, few, RECOMMENDED, self.size.speed_tokens, self.size.speed_repeats, self.quiet)
             return done
 
-        self._do("measured", "acceptance and speed against plain decoding", {"size": asdict(self.size)}, (), run)
+        title = "acceptance and speed against plain decoding"
+        self._do("measured", title, {"size": asdict(self.size)}, (), run, nothing_differs)
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
 
-    def _do(self, name: str, title: str, inputs: dict[str, Any], outputs: tuple[Path, ...], run: Any) -> None:
-        """Every stage depends on its own inputs and on all that was made before it."""
-        stage = Stage(name, title, {**inputs, "before": dict(self.made)}, outputs, run)
+    def _do(
+        self, name: str, title: str, inputs: dict[str, Any], outputs: tuple[Path, ...], run: Any,
+        good: Callable[[Result], bool] = lambda result: True,
+    ) -> None:  # fmt: skip
+        """Every stage depends on its own inputs, the switches, and all that was made before it."""
+        switches = Settings.from_env().as_dict()
+        stage = Stage(name, title, {**inputs, "switches": switches, "before": dict(self.made)}, outputs, run, good)
         self.stages.do(stage)
         self.made.update({f"{name}:{path}": digest for path, digest in self.stages.digests[name].items()})
 
@@ -267,8 +285,8 @@ class Demo:
             max_tokens=size.max_tokens or config.max_tokens,
         )  # fmt: skip
 
-    def _count_prompts(self, files: dict[str, Path]) -> Result:
-        return {split: len(path.read_text(encoding="utf-8").splitlines()) for split, path in files.items()}
+    def _count_prompts(self, files: dict[str, str]) -> Result:
+        return {split: sum(1 for _ in open_source(path, None).rows) for split, path in files.items()}
 
     def _test_prompts(self) -> list[Prompt]:
         source = self.prepare_config.rollout("test").prompts
@@ -297,6 +315,12 @@ def spread(prompts: list[Prompt], count: int) -> list[Prompt]:
     """``count`` prompts, evenly over the list, so that every domain has its share."""
     count = min(count, len(prompts))
     return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
+def nothing_differs(measured: Result) -> bool:
+    """Whether every speculative output equalled the plain one, in the equality runs and in the speed run."""
+    runs = [measured[name]["differing"] for name in ("greedy", "recommended", "hot")]
+    return not any(runs) and not any(e["mismatched"] for e in measured["speed"]["engines"].values())
 
 
 def survival_ece(report: Report, slots: int) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dspark.bench.acceptance import by_domain
+from dspark.bench.acceptance import Drafted, by_domain
 from dspark.bench.speed import compare
 from dspark.commands.running import Loaded, progress
 from dspark.contracts import Completion, Request, SamplingParams, VerifierName
@@ -45,7 +45,10 @@ def equality(
     spec, spec_seconds = _timed(loaded, setting, requests, quiet)
     rounds = [r for c in spec for r in c.rounds]
     slots = loaded.bundle.config.num_predictions if loaded.bundle else 0
-    pairs = zip((p.domain for p in prompts), (c.rounds for c in spec), strict=True)
+    drafted = [
+        Drafted(p.domain, c.rounds, len(p.prompt_ids) + len(c.token_ids) - 1)
+        for p, c in zip(prompts, spec, strict=True)
+    ]
     differing = sum(
         (a.token_ids, a.logprobs, a.raw_logprobs) != (b.token_ids, b.logprobs, b.raw_logprobs)
         for a, b in zip(plain, spec, strict=True)
@@ -59,7 +62,7 @@ def equality(
         "accepted": sum(r.accepted for r in rounds),
         "rejected": sum(r.accepted < r.verified for r in rounds),
         "seconds": {"plain": plain_seconds, "speculative": spec_seconds},
-        "acceptance": {name: asdict(one) for name, one in by_domain(pairs, slots).items()},
+        "acceptance": {name: asdict(one) for name, one in by_domain(drafted, slots).items()},
     }
 
 

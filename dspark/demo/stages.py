@@ -23,13 +23,15 @@ Result = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class Stage:
     """title: a few words for the terminal. inputs: everything the outcome depends on, JSON values. outputs: files, or
-    folders with a manifest.json. run: does the work, returns what was measured (JSON values)."""
+    folders with a manifest.json. run: does the work, returns what was measured (JSON values). good: whether the result
+    may be kept; a stage whose result is not runs again next time."""
 
     name: str
     title: str
     inputs: Mapping[str, Any]
     outputs: tuple[Path, ...]
     run: Callable[[], Result]
+    good: Callable[[Result], bool] = lambda result: True
 
 
 class Stages:
@@ -56,7 +58,10 @@ class Stages:
             result = stage.run()
             stamp = {"inputs": wanted, "outputs": hashes(stage.outputs), "result": result}
             stamp["seconds"] = round(time.monotonic() - started, 1)
-            atomic_write(path, json.dumps(stamp, indent=1) + "\n")
+            if stage.good(result):
+                atomic_write(path, json.dumps(stamp, indent=1) + "\n")
+            else:
+                path.unlink(missing_ok=True)
             self.say(f"{stage.title}: {stamp['seconds']:.0f} s")
         self.results[stage.name], self.digests[stage.name] = stamp["result"], stamp["outputs"]
         return self.results[stage.name]

@@ -6,7 +6,7 @@ What slot k should say is the target's hidden state at the position it predicts 
 Three ridge regressions in order: fc so that c predicts the first slot, M (shared by the slots, cut to the Markov head's
 rank in the metric of the logits), F_k on what M leaves. The draft layers become the identity by zeroed out-projections;
 training goes on from there. A few hundred answers give what gradient steps of the same cost do not come near
-(README: "what limits tau").
+(the README says what was measured).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dspark.contracts import DsparkError
 from dspark.drafter.model import Drafter
 from dspark.drafter.sequential import set_markov_weights
 
-_TINY = 1e-3  # keeps a singular metric invertible
+_TINY = 1e-6  # share of a metric's mean diagonal that keeps it invertible when it is singular
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,25 @@ def start_by_regression(drafter: Drafter, seen: Observations, ridge: float = 100
         )
     drafter.hidden_norm.weight.fill_(1.0)
     drafter.fusion.embed_norm.weight.fill_(1.0)
-    anchor = _embedded(drafter, seen.anchor_ids)
-    drafter.fc.weight.copy_(_solve_fc(seen, anchor, ridge).T)
-    known = torch.cat([_unit(seen.features.float() @ drafter.fc.weight.T), anchor], dim=-1)
-    correction = _solve_markov(drafter, seen, known, ridge)
-    _solve_fusion(drafter, seen, known, correction, ridge)
+    try:
+        _solve(drafter, seen, ridge)
+    except torch.linalg.LinAlgError as error:
+        raise DsparkError(
+            f"regression start: expected a system that can be solved, but got: {error} Raise init.ridge ({ridge}), or "
+            "look at more answers."
+        ) from error
     for layer in drafter.draft_layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
+
+
+def _solve(drafter: Drafter, seen: Observations, ridge: float) -> None:
+    anchor = _embedded(drafter, seen.anchor_ids)
+    drafter.fc.weight.copy_(_solve_fc(seen, anchor, ridge).T)
+    eps = drafter.config.rms_norm_eps
+    known = torch.cat([_unit(seen.features.float() @ drafter.fc.weight.T, eps), anchor], dim=-1)
+    correction = _solve_markov(drafter, seen, known, ridge)
+    _solve_fusion(drafter, seen, known, correction, ridge)
 
 
 def _solve_fc(seen: Observations, anchor: Tensor, ridge: float) -> Tensor:
@@ -92,7 +103,7 @@ def _solve_markov(drafter: Drafter, seen: Observations, known: Tensor, ridge: fl
         if slot == 1:
             metric = _gram(inputs[:, width:], ridge)
     columns = drafter.head_columns().float()
-    left, right = _root(metric), _root(_gram(columns, _TINY))
+    left, right = _root(metric), _root(_gram(columns, _TINY * float(columns.pow(2).sum() / columns.shape[1])))
     u, s, vh = torch.linalg.svd(left @ (total / (seen.counted.shape[1] - 1)) @ right.T, full_matrices=False)
     rank = min(head.rank, len(s))
     down = torch.linalg.solve_triangular(left, u[:, :rank] * s[:rank].sqrt(), upper=True)  # [H, r]
@@ -121,12 +132,12 @@ def _solve_fusion(drafter: Drafter, seen: Observations, known: Tensor, correctio
 
 
 def _embedded(drafter: Drafter, ids: Tensor) -> Tensor:
-    return _unit(drafter.embed(ids).float())
+    return _unit(drafter.embed(ids).float(), drafter.config.rms_norm_eps)
 
 
-def _unit(x: Tensor) -> Tensor:
+def _unit(x: Tensor, eps: float) -> Tensor:
     """Rows of root mean square 1, as RMSNorm with unit weight."""
-    return x * (x.pow(2).mean(dim=-1, keepdim=True) + 1e-6).rsqrt()
+    return x * (x.pow(2).mean(dim=-1, keepdim=True) + eps).rsqrt()
 
 
 def _gram(x: Tensor, ridge: float) -> Tensor:

@@ -25,7 +25,7 @@ from dspark.export.gate import check_parity
 from dspark.files import atomic_dir, atomic_write, canonical_json, read_json, sha256_file, sha256_json, tensor_hash
 
 __all__ = [
-    "Bundle", "check_gamma", "check_parity", "check_target", "drafter_hash", "load_bundle", "save_bundle",
+    "Bundle", "check_gamma", "check_parity", "check_target", "drafter_hash", "is_bundle", "load_bundle", "save_bundle",
     "write_calibration",
 ]  # fmt: skip
 
@@ -107,6 +107,11 @@ def write_calibration(directory: str | Path, temperatures: list[float], data_has
         "data_hash": data_hash,
     }
     atomic_write(directory / CALIBRATION, canonical_json(content) + "\n")
+
+
+def is_bundle(directory: Path) -> bool:
+    """Whether a folder looks like one of ours, whole or damaged: nothing else may be replaced by an export."""
+    return (directory / MANIFEST).is_file() and (directory / WEIGHTS).is_file()
 
 
 def check_target(bundle: Bundle, target: Any) -> None:

@@ -106,7 +106,7 @@ class ConfidenceModule(FrozenTargetModule):
         total = self.optimizer_options.total_steps or self.trainer.max_steps
         if total <= 0:
             raise DsparkError("trainer.max_steps: expected a number of steps for the schedule, but got none.")
-        optimizer, schedule = make_optimizer(self.named_parameters(), self.optimizer_options, total)
+        optimizer, schedule = make_optimizer(self.drafter.named_parameters(), self.optimizer_options, total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def train(self, mode: bool = True) -> ConfidenceModule:
@@ -234,3 +234,6 @@ class ConfidenceModule(FrozenTargetModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[CHECKPOINT_KEY] = self.drafter.config.to_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.refuse_other_optimizer(checkpoint, self.optimizer_options)

@@ -170,6 +170,13 @@ class TrajectoryDataModule(_SplitDataModule):
 
         return collate
 
+    def predict_dataloader(self) -> BatchStream:
+        """Raises DsparkError: there is nothing to predict from whole sequences."""
+        raise DsparkError(
+            "predict: expected observed rounds, which recipes/confidence.yaml reads, but this recipe trains the draft "
+            "model. For its proposals use `dspark rollout`."
+        )
+
     def response_counts(self, vocab_size: int) -> Tensor:
         """How often each id is a supervised token of the train split: [vocab_size] int64."""
         supervised = torch.cat([s.ids[s.loss_mask] for s in self.samples("train")])
@@ -213,13 +220,6 @@ class RoundsDataModule(_SplitDataModule):
         seed: int = 0,
     ):
         super().__init__(train or [], val or [], test or [], predict or [], token_budget, seed, None)
-
-    def _quarantine(self, split: str) -> Path | None:
-        """Where the broken rows of a conversations file go: into the run's own folder, by the first rank."""
-        trainer = self.trainer
-        if trainer is None or not trainer.is_global_zero:
-            return None
-        return Path(trainer.default_root_dir) / "quarantine" / split
 
     def _usable(self, split: str, samples: list[Sample]) -> list[Sample]:
         kept = [s for s in samples if uncensored(s)]

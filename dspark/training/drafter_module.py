@@ -72,6 +72,11 @@ class DrafterModule(FrozenTargetModule):
         self.losses = as_options(LossOptions, losses or LossOptions())
         self.optimizer_options = as_options(OptimizerOptions, optimizer or OptimizerOptions())
         self.init = as_options(InitOptions, init or InitOptions())
+        if self.init.regression and not self.shape.input_fusion:
+            raise DsparkError(
+                "init.regression: expected drafter.input_fusion: true with it, but got false. Switch that on, or set "
+                "init.regression: 0."
+            )
         self.seed = seed
         self.config: DrafterConfig  # both built in setup()
         self.drafter: Drafter
@@ -211,10 +216,11 @@ class DrafterModule(FrozenTargetModule):
         logits, law, temperature = judged.output.logits, judged.law, self.losses.temperature
         log_draft = torch.log_softmax(logits, dim=-1)
         terms = {"ce": losses.cross_entropy(log_draft, self.drafter.to_columns(judged.blocks.labels), weights)}
+        if temperature != 1.0:  # the law's own temperature: both laws are compared as they will be sampled
+            log_draft = torch.log_softmax(logits / temperature, dim=-1)
         if self.losses.soft_ce:
             terms["soft_ce"] = losses.soft_cross_entropy(log_draft, law, weights)
-        draft = log_draft.exp() if temperature == 1.0 else torch.softmax(logits / temperature, dim=-1)
-        distance = losses.l1_distance(draft, law)
+        distance = losses.l1_distance(log_draft.exp(), law)
         terms["l1"] = losses.weighted(distance, weights)
         if judged.output.confidence_logits is not None:
             label = overlap_from_l1(distance.detach()) if self.losses.label == "rejection" else self._labels(judged)
@@ -269,3 +275,4 @@ class DrafterModule(FrozenTargetModule):
                 f"checkpoint: expected the draft model of this recipe, but got another: {'; '.join(differing)}. "
                 "Resume with the recipe (and target) that started the run."
             )
+        self.refuse_other_optimizer(checkpoint, self.optimizer_options)

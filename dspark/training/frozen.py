@@ -6,10 +6,12 @@ logits are made only for the rows that some slot needs, a chunk at a time, and s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from dspark.contracts import DsparkError
@@ -17,6 +19,7 @@ from dspark.target.decoder import Target
 from dspark.target.load import load_target
 from dspark.training.batches import SequenceBatch
 from dspark.training.labels import TargetLaw, target_law
+from dspark.training.options import OptimizerOptions
 
 _LOGIT_ROWS = 128  # rows of full-vocabulary logits alive at a time
 
@@ -34,6 +37,11 @@ class Capture:
 @torch.no_grad()
 def capture(target: Target, batch: SequenceBatch, taps: tuple[int, ...]) -> Capture:
     """One forward pass of the target over the R sequences of the batch (R >= 1)."""
+    if int(batch.ids.max()) >= target.vocab_size:
+        raise DsparkError(
+            f"training data: expected token ids below the target's vocabulary of {target.vocab_size}, but got "
+            f"{int(batch.ids.max())}. The data were made with another tokenizer."
+        )
     hidden, features, offsets = target.forward_sequences(batch.sequences(), taps)
     assert features is not None, "a draft model taps at least one target layer"
     assert torch.equal(offsets, batch.offsets), "captured lengths differ from the sequences' lengths"
@@ -100,6 +108,19 @@ class FrozenTargetModule(LightningModule):
         if self._target is None:
             self._target = load_target(self.target_source, self.target_dtype)
         return self._target
+
+    def refuse_other_optimizer(self, checkpoint: dict[str, Any], options: OptimizerOptions) -> None:
+        """A resumed optimizer keeps the settings it was saved with: a recipe that asks for others is refused, for it
+        would be ignored. Raises DsparkError."""
+        if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        saved, given = checkpoint.get("hyper_parameters", {}).get("optimizer", {}), asdict(options)
+        differing = [f"{k}: saved {saved.get(k)!r}, given {v!r}" for k, v in given.items() if saved.get(k) != v]
+        if differing:
+            raise DsparkError(
+                f"checkpoint: expected the optimizer of this recipe, but got another ({'; '.join(differing)}). Resume "
+                "with the settings that started the run, or start a new one."
+            )
 
     @property
     def log_now(self) -> bool:

@@ -59,7 +59,8 @@ class LossOptions:
         l1: weight of the L1 distance between the draft's and the target's law.
         confidence: weight of the confidence head's binary cross entropy.
         decay: slot k weighs exp(-k / decay); 0 weighs all alike.
-        temperature: of the target's and the draft's law in the L1 term, the confidence label and the validation.
+        temperature: of the target's and the draft's law in the soft_ce and L1 terms, the confidence label and the
+            validation.
         label: the acceptance label of the confidence head, by the verifier that will be used.
     """
 

@@ -57,13 +57,16 @@ def read_samples(
     """
     kept: list[Sample] = []
     dropped: Counter[str] = Counter()
-    for path in map(Path, paths):
+    for index, path in enumerate(map(Path, paths)):
         if not path.exists():
             raise DsparkError(f"training data: expected {path} to exist. Make it first (dspark prepare or rollout).")
+        if rounds and not path.is_dir():
+            raise DsparkError(f"{path}: expected a folder of rollouts made with a draft model, but it is a file.")
         if path.is_dir():
             found = list(_directory(path, rounds))
         else:
-            found, reasons = _conversations(path, tokenizer, quarantine)
+            aside = quarantine / f"{index}-{path.name}.quarantine.jsonl" if quarantine else None
+            found, reasons = _conversations(path, tokenizer, aside)
             dropped.update(reasons)
         supervised = [sample for sample in found if bool(sample.loss_mask.any())]
         kept += supervised
@@ -123,17 +126,17 @@ def _read_rounds(path: Path) -> dict[str, tuple[Round, ...]]:
 
 
 def _conversations(path: Path, tokenizer: Any, quarantine: Path | None) -> tuple[list[Sample], dict[str, int]]:
-    """The samples of a JSONL or Parquet file of conversations, and why rows were left out (reason -> count); these are
-    written to quarantine/<file name>.quarantine.jsonl."""
+    """The samples of a JSONL or Parquet file of conversations, and how many rows were left out, with the load's own
+    words; the rows themselves go to the quarantine file."""
     if tokenizer is None:
-        raise DsparkError(f"{path}: expected a tokenizer for a conversations file. Set data.tokenizer.")
-    aside = None if quarantine is None else quarantine / f"{path.name}.quarantine.jsonl"
-    read = load_dialogues(path, tokenizer, quarantine=aside)
+        raise DsparkError(f"{path}: expected a tokenizer for a conversations file. Set data.init_args.tokenizer.")
+    read = load_dialogues(path, tokenizer, quarantine=quarantine)
     samples = []
     for example in read.examples:
         ids = torch.tensor(example.dialogue.ids, dtype=torch.int64)
         mask = torch.tensor(example.dialogue.loss_mask, dtype=torch.bool)
         name = example.dialogue_id
         samples.append(Sample(f"{name}.{example.turn}", name, example.domain, ids, mask))
-    where = f" (see {aside})" if aside else ""
-    return samples, dict(Counter(f"{reason}{where}" for _, reason in read.dropped))
+    if not read.dropped:
+        return samples, {}
+    return samples, {f"{read.summary}" + (f" ({quarantine} says why)" if quarantine else ""): len(read.dropped)}

@@ -48,5 +48,6 @@ def _observe_batch(target: Target, batch: SequenceBatch, taps: tuple[int, ...], 
     rows, counted = slot_mask(batch.loss_mask, blocks.begin, batch.offsets[batch.sequence + 1], batch.anchors, slots)
     counted = counted & seen.finite[batch.sequence][:, None]
     before = rows - 1  # the row whose hidden state predicts the label, and whose token stands before it
-    features = seen.features[(blocks.end - 1).clamp_min(0)]
+    anything = (blocks.end > blocks.begin)[:, None]  # as Context.last: no features before a sequence's first token
+    features = torch.where(anything, seen.features[(blocks.end - 1).clamp_min(0)], 0)
     return Observations(features, blocks.anchor_ids, batch.ids[before], counted, seen.hidden[before])

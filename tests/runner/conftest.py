@@ -50,9 +50,9 @@ def target(request: pytest.FixtureRequest) -> Target:
     return make_target(request.param)
 
 
-@pytest.fixture(scope="module")
-def drafter(target: Target) -> Drafter:
-    return make_drafter(target)
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "fusion"])
+def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
+    return make_drafter(target, input_fusion=request.param)
 
 
 def make_requests(count: int, **params: object) -> list[Request]:

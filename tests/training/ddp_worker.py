@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny
 
 import dspark.training.frozen as frozen
+from dspark.files import tensor_hash
 from dspark.training.data import TrajectoryDataModule
 
 
@@ -27,6 +28,8 @@ def main(ranks: int, data_dir: str, out: str) -> None:
     module = tiny.make_module(total_steps=3, regression=100, input_fusion=True)
     trainer = tiny.make_trainer(Path(out).parent, 3, devices=ranks, **strategy)
     trainer.fit(module, data)
+    weights = {name: tensor_hash(tensor) for name, tensor in module.drafter.state_dict().items()}
+    Path(f"{out}.rank{trainer.global_rank}").write_text(json.dumps(weights))
     if trainer.is_global_zero:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         metrics["weights"] = float(sum(p.detach().double().abs().sum() for p in module.parameters()))

@@ -170,7 +170,7 @@ def test_conversations_are_samples_too(tmp_path: Path, monkeypatch: pytest.Monke
     read = read_samples([str(path)], tokenizer=object(), quarantine=tmp_path / "aside")
     assert [s.loss_mask.tolist() for s in read.samples] == [[False, False, True, True]]
     assert sum(read.dropped.values()) == 2
-    aside = [json.loads(line) for line in (tmp_path / "aside" / "talk.jsonl.quarantine.jsonl").open()]
+    aside = [json.loads(line) for line in (tmp_path / "aside" / "0-talk.jsonl.quarantine.jsonl").open()]
     assert [(row["line"], bool(row["reason"])) for row in aside] == [(2, True), (3, True)]
     assert "quarantine.jsonl" in " ".join(read.dropped)
     with pytest.raises(DsparkError, match="tokenizer"):

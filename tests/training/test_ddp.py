@@ -27,3 +27,5 @@ def test_a_rank_without_anchors_finishes_and_metrics_agree(data_dir: Path, tmp_p
     for name, value in one.items():
         assert two[name] == pytest.approx(value, rel=1e-5), name
     assert two["val/l1"] <= 2.0
+    weights = [(tmp_path / f"2.json.rank{rank}").read_text() for rank in (0, 1)]
+    assert weights[0] == weights[1]  # the second rank has no data: its start must have come from the first

@@ -36,6 +36,17 @@ def test_groups(tiny: Any, target: Any, data_dir: Any, tmp_path: Any, ratio: flo
             assert group["weight_decay"] == (0.1 if parameter.ndim >= 2 else 0.0)
 
 
+def test_the_confidence_module_hands_over_the_names_that_count(tmp_path: Any) -> None:
+    from dspark.training.confidence_module import ConfidenceModule
+    from tests.drafter.conftest import make_drafter
+
+    module = ConfidenceModule("tiny", "nowhere", optimizer=OptimizerOptions(lr=0.5, fresh_lr_ratio=2.0, total_steps=4))
+    module.drafter = make_drafter(confidence_head=True).requires_grad_(False)
+    module.drafter.confidence_head.requires_grad_(True)
+    optimizer = module.configure_optimizers()["optimizer"]
+    assert {g["initial_lr"] for g in optimizer.param_groups} == {1.0}
+
+
 def test_a_rate_of_nothing_is_refused() -> None:
     with pytest.raises(DsparkError, match="fresh_lr_ratio > 0"):
         OptimizerOptions(fresh_lr_ratio=0.0)

@@ -22,7 +22,7 @@ def run(
     log = SampleLog()
     callbacks = [log, LastCheckpoint(str(root), every_n_train_steps=1000), *options.pop("callbacks", [])]
     trainer = tiny.make_trainer(root, steps, callbacks=callbacks, enable_checkpointing=True, **options)
-    module = tiny.make_module(total_steps=STEPS)
+    module = tiny.make_module(total_steps=STEPS, regression=100, input_fusion=True, fresh=3.0)
     trainer.fit(module, data, ckpt_path=resume, weights_only=True if resume else None)
     return trainer, module, log
 
@@ -95,3 +95,15 @@ def test_tensorboard_goes_on_in_the_same_folder_and_purges(
     steps = [event.step for event in events.Scalars("train/loss")]
     assert steps == sorted(set(steps))
     assert len(steps) == STEPS
+
+
+def test_other_optimizer_settings_on_resume_are_refused(
+    tiny: Any, target: Any, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The saved optimizer would win without a word, or (another number of groups) end in a traceback of torch's."""
+    run(tiny, data_dir, tmp_path / "half", 2)
+    whole = tiny.make_module
+    for other in ({"fresh": 1.0}, {"lr": 1.0}):
+        monkeypatch.setattr(tiny, "make_module", lambda other=other, **given: whole(**{**given, **other}))
+        with pytest.raises(DsparkError, match="expected the optimizer of this recipe"):
+            run(tiny, data_dir, tmp_path / "rest", STEPS, tmp_path / "half" / "last.ckpt")

@@ -84,10 +84,15 @@ def write_directory(path: Path, count: int = 12, seed: int = 0, rows: list[dict[
 
 
 def make_module(
-    total_steps: int = 8, lr: float = 3e-3, losses: dict[str, Any] | None = None, regression: int = 0, **shape: Any
+    total_steps: int = 8,
+    lr: float = 3e-3,
+    losses: dict[str, Any] | None = None,
+    regression: int = 0,
+    fresh: float = 1.0,
+    **shape: Any,
 ) -> DrafterModule:
     settings = {"mask_token_id": 28, "target_layer_ids": [0, 2], "block_size": 3, "num_layers": 1, "markov_rank": 4}
-    optimizer = OptimizerOptions(lr=lr, warmup_steps=2, total_steps=total_steps)
+    optimizer = OptimizerOptions(lr=lr, warmup_steps=2, total_steps=total_steps, fresh_lr_ratio=fresh)
     init = InitOptions(from_target=False, regression=regression)
     return DrafterModule(
         "tiny", DrafterOptions(**{**settings, **shape}), LossOptions(**(losses or {})), optimizer, init, "float32"
