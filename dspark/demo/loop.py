@@ -98,7 +98,8 @@ class Demo:
         path = recipes / "rollout.yaml"
         self.rollout_config = RolloutConfig.from_dict(read_recipe(path), str(path))
         # On prompts that the draft model learns from it is accepted too often to learn confidence from.
-        self.unseen = int(read_recipe(recipes / "drafter.yaml")["data"]["init_args"].get("train_prompts", 0))
+        data = read_recipe(recipes / "drafter.yaml").get("data") or {}
+        self.unseen = int((data.get("init_args") or {}).get("train_prompts", 0))
         self.source, self.dtype = self.prepare_config.target, self.prepare_config.dtype
         self.stages = Stages(OUT / "stamps", lambda line: print(line, file=sys.stderr, flush=True))
         self.made: dict[str, Any] = {}

@@ -90,6 +90,13 @@ class DrafterConfig:
         """JSON-ready; ``from_dict`` gives the same config back."""
         return {**asdict(self), "target_layer_ids": list(self.target_layer_ids)}
 
+    def identity(self) -> dict[str, Any]:
+        """The fields that are not at their default: what a hash is taken over, so that a field added later, with a
+        default that keeps the old behaviour, changes no earlier model's hash."""
+        made = {f.name: f.default_factory() for f in fields(self) if f.default_factory is not MISSING}
+        defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING} | made
+        return {k: v for k, v in self.to_dict().items() if k not in defaults or v != defaults[k]}
+
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = "drafter config") -> DrafterConfig:
         """Raises DsparkError on an unknown or a missing key."""

@@ -207,4 +207,4 @@ def _tensor_hashes(state: dict[str, Tensor]) -> dict[str, str]:
 
 
 def _hash(config: DrafterConfig, tensors: dict[str, str]) -> str:
-    return sha256_json({"config": config.to_dict(), "tensors": tensors})
+    return sha256_json({"config": config.identity(), "tensors": tensors})

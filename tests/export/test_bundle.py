@@ -164,3 +164,16 @@ def test_gate_finds_a_difference(saved, drafter, target, blocks):
         drafter.load_state_dict(load_bundle(saved).drafter.state_dict())
     with pytest.raises(DsparkError, match="confidence logits bit for bit"):
         check_parity(drafter, reloaded, *blocks)
+
+
+def test_a_bundle_from_before_a_field_existed_is_the_same_bundle(tmp_path, drafter):
+    """A later version's field with its default does not change the hash; another value does."""
+    identity = save_bundle(tmp_path / "draft", drafter)
+    path = tmp_path / "draft" / "config.json"
+    config = json.loads(path.read_text())
+    assert config.pop("sliding_window") == 0
+    path.write_text(json.dumps(config))
+    assert load_bundle(tmp_path / "draft").hash == identity
+    path.write_text(json.dumps({**config, "sliding_window": 7}))
+    with pytest.raises(DsparkError, match="has been changed"):
+        load_bundle(tmp_path / "draft")
