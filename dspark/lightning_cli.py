@@ -11,11 +11,12 @@ level (modules own theirs), a checkpoint's hyperparameters taking precedence ove
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dspark.contracts import DsparkError
+from dspark.files import atomic_write
 from dspark.recipe import SUFFIXES, read_recipe
 from dspark.recipe_errors import explain
 from dspark.recipe_help import recipe_page, verb_page
@@ -186,6 +188,9 @@ class RecipeCLI(LightningCLI):
             self.trainer_defaults["callbacks"] = [TQDMProgressBar(refresh_rate=1 if sys.stderr.isatty() else 20)]
 
     def after_instantiate_classes(self) -> None:
+        root = Path(self.trainer.default_root_dir)
+        if root.exists() and not root.is_dir():
+            raise DsparkError(f"trainer.default_root_dir: expected a folder, but {root} is a file.")
         # Before anything of this run is written: the trainer itself would find out after it saved the configuration.
         path = self.config[self.verb].get("ckpt_path")
         if not path or path in CKPT_WORDS:
@@ -210,16 +215,40 @@ class RecipeCLI(LightningCLI):
             if "loading state_dict" not in str(error):
                 raise
             raise DsparkError(self._misfit(str(error))) from error
+        self._tell()
+
+    def _tell(self) -> None:
+        """What a finished run left behind, and where."""
+        if not self.trainer.is_global_zero:
+            return
+        if self.verb == "fit" and (path := self._last_checkpoint()):
+            print(f"checkpoint: {path}", file=sys.stderr)
+        if self.verb == "predict":
+            path = Path(self.trainer.default_root_dir) / "predictions.jsonl"
+            records = list(records_of(self.trainer.predict_loop.predictions))
+            atomic_write(path, "".join(json.dumps(r) + "\n" for r in records))
+            print(f"{len(records)} records, one a block: {path}", file=sys.stderr)
+
+    def _last_checkpoint(self) -> str:
+        callback = self.trainer.checkpoint_callback
+        return getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
 
     def _advice(self) -> str:
-        callback = self.trainer.checkpoint_callback
-        path = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
+        path = self._last_checkpoint()
         return f"to resume, run the same command with --ckpt_path {path}" if path and self.verb == "fit" else ""
 
     def _misfit(self, text: str) -> str:
         path = self.config[self.verb].get("ckpt_path")
         details = "; ".join(line.strip().rstrip(".:") for line in text.splitlines()[1:4])
         return f"{path}: expected the weights of the recipe's model, but {details}. Use the recipe it was trained with."
+
+
+def records_of(batches: Iterable[dict[str, Any] | None]) -> Iterator[dict[str, Any]]:
+    """Batches of named columns, tensors [B, ...] or lists of B, as B plain records each."""
+    for batch in batches:
+        columns = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in (batch or {}).items()}
+        for values in zip(*columns.values(), strict=True):
+            yield dict(zip(columns, values, strict=True))
 
 
 def load_checkpoint(path: str) -> dict[str, Any]:
@@ -229,6 +258,8 @@ def load_checkpoint(path: str) -> dict[str, Any]:
     try:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DsparkError(f"{path}: expected a checkpoint of weights and plain values, but: {reason}") from error
+        raise DsparkError(
+            f"{path}: expected a checkpoint of weights and plain values, but it cannot be read as one "
+            f"({type(error).__name__}). It is damaged, of another program, or holds code, which is never run."
+        ) from error
     return checkpoint

@@ -20,11 +20,15 @@ SUFFIXES = (".yaml", ".yml")
 def read_recipe(path: str | Path) -> dict[str, Any]:
     """The recipe as a plain dict. Raises DsparkError: no such file, not YAML, a doubled key, or not a mapping."""
     path = Path(path)
-    node = _compose(path)
-    if node is None:
-        raise DsparkError(f"{path}: expected sections such as model and data, but the file is empty.")
-    _refuse_doubled_keys(node, path, prefix="")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        node = _compose(path)
+        if node is None:
+            raise DsparkError(f"{path}: expected sections such as model and data, but the file is empty.")
+        _refuse_doubled_keys(node, path, prefix="")
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # a tag, a date, an alias of itself, ...
+        place = _place(error) if isinstance(error, yaml.YAMLError) else ""
+        raise DsparkError(f"{path}{place}: expected plain YAML values, but got: {_problem(error)}.") from None
     if not isinstance(content, dict):
         raise DsparkError(f"{path}: expected sections such as model and data, but got a {type(content).__name__}.")
     if not isinstance(content.get("trainer", {}), dict):
@@ -50,6 +54,8 @@ def _compose(path: Path) -> yaml.Node | None:
         raise DsparkError(f"{path}: expected a recipe file, but there is none.{_neighbours(path)}") from None
     except UnicodeDecodeError:
         raise DsparkError(f"{path}: expected a recipe in UTF-8 text, but the file is not text.") from None
+    except OSError as error:
+        raise DsparkError(f"{path}: expected a readable recipe, but got: {error.strerror or error}.") from None
     except yaml.YAMLError as error:
         raise DsparkError(f"{path}{_place(error)}: not valid YAML: {_problem(error)}.") from None
 
@@ -84,5 +90,5 @@ def _place(error: yaml.YAMLError) -> str:
     return f":{mark.line + 1}" if mark is not None else ""
 
 
-def _problem(error: yaml.YAMLError) -> str:
+def _problem(error: Exception) -> str:
     return str(getattr(error, "problem", None) or error).replace("\n", " ")

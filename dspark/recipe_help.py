@@ -32,7 +32,8 @@ COMMON = [
 ]
 CLOSING = """
 Overrides are dotted paths into the recipe, applied left to right: --section.key=value. A key that is unknown, or that
-a file gives twice, stops the run before it starts. Curves and checkpoints go to tb_logs/.
+a file gives twice, stops the run before it starts. Curves go to tb_logs/, checkpoints (an earlier run's are replaced)
+to trainer.default_root_dir.
 """
 
 

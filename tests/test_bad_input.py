@@ -90,3 +90,53 @@ def test_an_export_never_replaces_a_folder_of_other_files(work: Path, capsys) ->
     (work / "mine" / "last.ckpt").write_text("precious")
     fails(capsys, ["export", "--checkpoint", "mine/last.ckpt", "--out", "mine"], "mine", "other files")
     assert (work / "mine" / "last.ckpt").read_text() == "precious"
+
+
+def test_an_export_never_replaces_a_file_or_what_a_user_put_beside_a_bundle(work: Path, capsys) -> None:
+    (work / "file.txt").write_text("precious")
+    fails(capsys, ["export", "--checkpoint", "x.ckpt", "--out", "file.txt"], "file.txt", "there is a file")
+    (work / "bundle").mkdir()
+    for name in ("manifest.json", "model.safetensors", "notes.txt"):
+        (work / "bundle" / name).write_text("x")
+    fails(capsys, ["export", "--checkpoint", "x.ckpt", "--out", "bundle"], "other files")
+    fails(capsys, ["export", "--checkpoint", "x.ckpt", "--out", "."], "the current one")
+    assert (work / "file.txt").read_text() == "precious"
+    assert (work / "bundle" / "notes.txt").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["target: !!python/object:os.system x", "limit: 2024-99-99", "? [a]\n: 1", "a: &a [*a]"]
+)
+def test_a_recipe_that_holds_no_plain_values(work: Path, capsys, text: str) -> None:
+    (work / "odd.yaml").write_text(text + "\n")
+    fails(capsys, ["rollout", "odd.yaml"], "odd.yaml")
+    fails(capsys, ["fit", "odd.yaml"], "odd.yaml", program=lightning_main)
+
+
+def test_options_that_hold_no_plain_or_no_possible_values(work: Path, capsys) -> None:
+    fails(capsys, ["rollout", "recipes/rollout.yaml", "--limit", "2024-99-99"], "--limit")
+    fails(capsys, ["rollout", "recipes/rollout.yaml/x"], "recipes/rollout.yaml/x")
+    fails(capsys, ["rollout", "recipes/rollout.yaml", "--out", ""], "out")
+    fails(capsys, ["rollout", "recipes/rollout.yaml", "--out", "recipes/rollout.yaml"], "there is a file")
+    fails(capsys, ["prepare", "recipes/prepare.yaml", "--out", ""], "out")
+    fails(capsys, ["prepare", "recipes/prepare.yaml", "--prompts", "5"], "prompts")
+    fails(capsys, ["rollout", "recipes/rollout.yaml", "--commit-to-cap", "--verifier", "nonsense"], "verifier")
+    assert not (work / "runs").exists()
+
+
+@pytest.mark.slow
+def test_prompts_and_settings_that_do_not_fit(work: Path, capsys) -> None:
+    """A prompt longer than the context is set aside; the good one is answered."""
+    rows = [{"prompt": "word " * 9000}, {"prompt": "Name a colour."}]
+    (work / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base = ["rollout", "recipes/rollout.yaml", "--drafter", "", "--prompts", "long.jsonl", "--samples_per_prompt", "1"]
+    base += ["--max_tokens", "2", "--quiet", "--json", "--out", "runs/long"]
+    assert main(base) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["trajectories"], summary["dropped_rows"]) == (1, 1)
+    kept = Path(summary["quarantine"]).read_text()
+    assert "max_tokens" in kept
+    fails(capsys, [*base, "--prompts", "data/prompts/test.jsonl"], "runs/long")
+    assert Path(summary["quarantine"]).read_text() == kept  # a refused run leaves the accepted one's record alone
+    fails(capsys, [*base, "--gamma", "3"], "gamma", "--drafter")
+    fails(capsys, [*base, "--stop_ids", "[99999999]"], "99999999")

@@ -422,3 +422,13 @@ def test_an_interrupted_fit_ends_in_130(recipe: Callable[..., str], toy: Path) -
         .startswith("interrupted; to resume, run the same command with --ckpt_path")
     )
     assert b"Traceback" not in err
+
+
+def test_predictions_become_one_record_a_block() -> None:
+    from dspark.lightning_cli import records_of
+
+    batch = {"logits": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "domain": ["a", "b"]}
+    assert list(records_of([batch, None])) == [
+        {"logits": [1.0, 2.0], "domain": "a"},
+        {"logits": [3.0, 4.0], "domain": "b"},
+    ]

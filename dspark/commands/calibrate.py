@@ -23,7 +23,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dspark calibrate`."""
     add_event_arguments(parser)
-    parser.add_argument("--out", default="calibration.json", help="the file to write")
+    parser.add_argument("--out", default="runs/calibration.json", help="the file to write")
     parser.add_argument("--json", action="store_true", help="print the calibration as JSON")
 
 

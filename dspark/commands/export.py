@@ -67,11 +67,16 @@ def export(checkpoint: str, target_source: str, dtype: str, out: str, calibratio
 
 
 def _refuse_foreign(folder: Path) -> None:
+    """An export replaces a folder whole: only one that an export made, and nobody put anything into."""
+    if folder.resolve() == Path.cwd():
+        raise DsparkError(f"{folder}: expected a folder of its own for the bundle, but this is the current one.")
     if folder.is_dir() and any(folder.iterdir()) and not is_bundle(folder):
         raise DsparkError(
             f"{folder}: expected an empty place or an earlier bundle to replace, but the folder holds other files. "
             "Give --out a folder of its own."
         )
+    if folder.exists() and not folder.is_dir():
+        raise DsparkError(f"{folder}: expected a folder to write, but there is a file. Give --out another name.")
 
 
 def gate(drafter: Drafter, folder: Path, target: Target) -> int:

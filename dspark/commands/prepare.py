@@ -52,6 +52,9 @@ class PrepareConfig:
             known = ", ".join(f.name for f in fields(cls))
             raise DsparkError(f"{where}: expected known keys, but got {sorted(unknown)[0]!r}. Known: {known}.")
         config = cls(**values)
+        for name in ("target", "dtype", "prompts", "out"):
+            if not isinstance(getattr(config, name), str) or not getattr(config, name).strip():
+                raise DsparkError(f"{where}: expected {name} to be a name, but got {getattr(config, name)!r}.")
         if not isinstance(config.splits, list | tuple) or not config.splits:
             raise DsparkError(f"{where}: expected splits to be a list of names, but got {config.splits!r}.")
         return config

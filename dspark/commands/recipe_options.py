@@ -55,12 +55,12 @@ def whole_number(least: int) -> Callable[[str], int]:
     return parse
 
 
-def _value(name: str, text: str) -> Any:
-    if text == "":
-        return ""
+def _value(name: str, text: Any) -> Any:
+    if not isinstance(text, str) or text == "":  # a flag's value is no text
+        return text
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         raise DsparkError(f"--{name}: expected a YAML value, but got {text!r}.") from None
 
 

@@ -15,9 +15,12 @@ from typing import Any
 
 from dspark.commands.recipe_options import add_recipe_options, read_options
 from dspark.commands.running import Loaded, load, progress, resolve_gamma
-from dspark.corpus.prompts import load_prompts
+from dspark.contracts import DsparkError
+from dspark.corpus.prompts import PromptSet, load_prompts
 from dspark.rollouts.collect import collect
 from dspark.rollouts.config import RolloutConfig
+from dspark.rollouts.manifest import MANIFEST_NAME
+from dspark.runner import Engine
 
 EXAMPLES = """
 examples:
@@ -49,10 +52,14 @@ def roll(
     config: RolloutConfig, loaded: Loaded | None = None, quiet: bool = False, title: str = "rollout"
 ) -> dict[str, Any]:
     """Run one rollout config to its end. ``loaded``: models already in memory (they must be the config's)."""
+    if Path(config.out).exists() and not Path(config.out).is_dir():
+        raise DsparkError(f"{config.out}: expected a folder to write, but there is a file. Give --out another name.")
     loaded = loaded or load(config.target, config.dtype, config.drafter)
-    config = replace(config, gamma=resolve_gamma(config.gamma, loaded.bundle))  # so that the manifest holds it
+    config = replace(config, gamma=_settled_gamma(config, loaded))  # so that the manifest holds it
     engine = loaded.engine(config.verifier, config.gamma, config.batch_size, config.commit_to_cap)
-    prompts = load_prompts(config.prompts, loaded.tokenizer, config.split or None, quarantine_path(config.out))
+    # What an earlier run set aside stays until this one is known to continue it.
+    earlier = (Path(config.out) / MANIFEST_NAME).exists()
+    prompts = _prompts(config, loaded, engine, None if earlier else quarantine_path(config.out))
     with progress(title, quiet=quiet) as bar:
         summary = collect(
             prompts.prompts,
@@ -64,8 +71,33 @@ def roll(
             eos_ids=loaded.target.eos_ids,
             decode=loaded.tokenizer.decode,
         )
+    if earlier:
+        _prompts(config, loaded, engine, quarantine_path(config.out))
     told = {"skipped_prompts": config.skip, "dropped_rows": len(prompts.dropped)}
     return {**summary, **told, "quarantine": str(quarantine_path(config.out))}
+
+
+def _settled_gamma(config: RolloutConfig, loaded: Loaded) -> int | None:
+    """Drafts verified per round, as a number where there is a draft model: what replay needs to know."""
+    if loaded.bundle is None and config.gamma is not None:
+        raise DsparkError(
+            f"gamma: expected a draft model with it, but got gamma {config.gamma} and none. Give --drafter."
+        )
+    if loaded.bundle is None:
+        return None
+    return resolve_gamma(config.gamma, loaded.bundle) or loaded.bundle.config.num_predictions
+
+
+def _prompts(config: RolloutConfig, loaded: Loaded, engine: Engine, quarantine: Path | None) -> PromptSet:
+    """The prompts that fit the context with their answers; the others, and broken rows, are set aside."""
+    longest = min(loaded.target.config.max_position_embeddings, engine.options.kv_tokens) - config.max_tokens
+    outside = [i for i in config.stop_ids or () if not 0 <= i < loaded.target.vocab_size]
+    if longest < 1 or outside:
+        raise DsparkError(
+            f"rollout: expected max_tokens below the context of {longest + config.max_tokens} and stop_ids in the "
+            f"vocabulary of {loaded.target.vocab_size}, but got {config.max_tokens} and {outside}."
+        )
+    return load_prompts(config.prompts, loaded.tokenizer, config.split or None, quarantine, max_tokens=longest)
 
 
 def quarantine_path(out: str) -> Path:
@@ -84,6 +116,8 @@ def as_text(summary: dict[str, Any]) -> str:
         lines.append(f"{summary['skipped_prompts']} prompts were passed over (skip)")
     if summary["dropped_rows"]:
         lines.append(f"{summary['dropped_rows']} broken prompt rows were set aside: {summary['quarantine']} says why")
+    if summary["reward_failures"]:
+        lines.append(f"{summary['reward_failures']} samples have no reward: the function failed on them")
     for error in summary["reward_errors"]:
         lines.append(f"reward: {error}")
     return "\n".join(lines)

@@ -57,7 +57,7 @@ class Loaded:
         return run_facts(
             target=self.target.fingerprint,
             drafter=bundle.hash if bundle else None,
-            calibration=sha256_json(bundle.calibration) if bundle and bundle.calibration else None,
+            calibration=_calibration_hash(bundle),
             tokenizer=self.tokenizer_hash,
             verifier=verifier,
             dtype=self.dtype,
@@ -65,6 +65,14 @@ class Loaded:
             kernels=ops.fingerprint(),
             threads=torch.get_num_threads(),
         )
+
+
+def _calibration_hash(bundle: Bundle | None) -> str | None:
+    """Of the calibration and the temperatures in effect, which a switch may have set: they are in every round."""
+    head = bundle.drafter.confidence_head if bundle else None
+    if bundle is None or head is None:
+        return None
+    return sha256_json({"calibration": bundle.calibration, "temperatures": list(head.temperatures)})
 
 
 def load(source: str, dtype: str, drafter: str | Path = "") -> Loaded:

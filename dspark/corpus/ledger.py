@@ -49,11 +49,13 @@ class Ledger:
     def close(self, quarantine: Path | None) -> None:
         """Write the quarantine file, then refuse a load that kept nothing.
 
-        One JSON object a dropped row: file, line, reason, row (the row's text). The file is written even when empty,
-        so that an older run's never passes for this one's.
+        One JSON object a dropped row: file, line, reason, row (the row's text). Without dropped rows there is no file:
+        an older run's is removed, so that it never passes for this one's.
         """
         assert self.kept + len(self.dropped) + self.other_split == self.rows_read, f"rows do not add up: {self}"
-        if quarantine is not None:
+        if quarantine is not None and not self._broken:
+            quarantine.unlink(missing_ok=True)
+        elif quarantine is not None:
             lines = (json.dumps(item, ensure_ascii=False) + "\n" for item in self._broken)
             # A lone surrogate decodes from JSON but has no UTF-8 form: the raw text is escaped rather than lost.
             atomic_write(quarantine, "".join(lines).encode("utf-8", errors="backslashreplace"))

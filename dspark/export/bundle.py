@@ -67,7 +67,10 @@ def save_bundle(directory: str | Path, drafter: Drafter, meta: dict[str, Any] | 
     identity = _hash(drafter.config, hashes)
     with atomic_dir(directory) as temporary:
         (temporary / CONFIG).write_text(canonical_json(drafter.config.to_dict()) + "\n", encoding="utf-8")
-        save_file(state, temporary / WEIGHTS)
+        try:
+            save_file(state, temporary / WEIGHTS)
+        except (OSError, SafetensorError) as error:
+            raise DsparkError(f"{directory}: expected room for the weights, but got: {error}.") from error
         manifest = {
             "format": FORMAT,
             "drafter_hash": identity,
@@ -110,8 +113,9 @@ def write_calibration(directory: str | Path, temperatures: list[float], data_has
 
 
 def is_bundle(directory: Path) -> bool:
-    """Whether a folder looks like one of ours, whole or damaged: nothing else may be replaced by an export."""
-    return (directory / MANIFEST).is_file() and (directory / WEIGHTS).is_file()
+    """Whether a folder holds a bundle, whole or damaged, and nothing else."""
+    names = {path.name for path in directory.iterdir()}
+    return {MANIFEST, WEIGHTS} <= names <= {CONFIG, WEIGHTS, MANIFEST, CALIBRATION}
 
 
 def check_target(bundle: Bundle, target: Any) -> None:
@@ -198,7 +202,10 @@ def _read_calibration(directory: Path, drafter: Drafter, identity: str) -> dict[
         )
     if drafter.confidence_head is None:
         raise DsparkError(f"{path}: expected no calibration for a draft model without a confidence head. Remove it.")
-    drafter.confidence_head.set_temperatures(calibration["temperatures"])
+    temperatures = calibration.get("temperatures")
+    if not isinstance(temperatures, list) or not all(isinstance(t, int | float) for t in temperatures):
+        raise DsparkError(f"{path}: expected a list of temperatures, but got {temperatures!r}. Calibrate again.")
+    drafter.confidence_head.set_temperatures(temperatures)
     return calibration
 
 

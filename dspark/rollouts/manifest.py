@@ -85,8 +85,9 @@ def check_same_run(old: dict[str, Any], new: dict[str, Any], folder: Path) -> No
     was, now = identity(old), identity(new)
     differing = [key for key in sorted(was.keys() | now.keys()) if was.get(key, ...) != now.get(key, ...)]
     if differing:
-        shown = "; ".join(f"{k.removeprefix('run.')} was {was.get(k)!r}, now {now.get(k)!r}" for k in differing[:6])
-        more = f"; and {len(differing) - 6} more" if len(differing) > 6 else ""
+        said = [k for k in differing if not k.endswith("sha256") and k != "run.sampling"] or differing  # plain values
+        shown = "; ".join(f"{k.removeprefix('run.')} was {was.get(k)!r}, now {now.get(k)!r}" for k in said[:6])
+        more = f"; and {len(said) - 6} more" if len(said) > 6 else ""
         raise DsparkError(
             f"{folder}: expected the settings that started this run, but got others: {shown}{more}. "
             "Choose another folder, or give the old settings."
@@ -137,8 +138,9 @@ def _check_shape(manifest: dict[str, Any], path: Path) -> None:
     """A manifest with a right hash that another program may have made: is everything we read there?"""
     try:
         identity(manifest)
+        ok_config = {"target", "dtype", "drafter", "verifier", "gamma"} <= manifest["run"]["config"].keys()
         indices = [entry["index"] for entry in manifest["shards"]]
-        ok = manifest["state"] in ("running", "complete") and indices == sorted(set(indices))
+        ok = ok_config and manifest["state"] in ("running", "complete") and indices == sorted(set(indices))
         ok = ok and manifest["counts"] == total_counts(manifest["shards"])
         for entry in manifest["shards"]:
             for kind in ("trajectories", "rounds"):

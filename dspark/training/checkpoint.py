@@ -16,11 +16,27 @@ from torch import Tensor
 from dspark.contracts import DsparkError
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.model import Drafter
-from dspark.files import read_json
+from dspark.files import read_json, tensor_hash
 from dspark.target.decoder import Target
 
 CHECKPOINT_KEY = "dspark_drafter"  # where a Lightning checkpoint holds the draft model's config
+HASHES_KEY = "dspark_tensor_hashes"
 PREFIX = "drafter."  # of the draft model's tensors in a Lightning checkpoint
+
+
+def seal(checkpoint: dict[str, Any], config: DrafterConfig) -> None:
+    """Puts the draft model's config and a hash of each of its tensors into a Lightning checkpoint."""
+    checkpoint[CHECKPOINT_KEY] = config.to_dict()
+    checkpoint[HASHES_KEY] = {n: tensor_hash(t) for n, t in checkpoint["state_dict"].items() if n.startswith(PREFIX)}
+
+
+def _check_hashes(path: Path, tensors: dict[str, Tensor], hashes: dict[str, str]) -> None:
+    changed = sorted(name for name, tensor in tensors.items() if hashes.get(name) != tensor_hash(tensor))
+    if changed:
+        raise DsparkError(
+            f"{path}: expected the tensors that were written, but {', '.join(changed[:3])} differ: the file is "
+            "damaged. Take another copy, or make it again."
+        )
 
 
 def load_drafter(source: str | Path, target: Target) -> Drafter:
@@ -55,11 +71,13 @@ def _fill(drafter: Drafter, tensors: dict[str, Tensor], path: Path) -> None:
 def _bundle(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     values = read_json(path / "config.json", "draft model config")
     try:
-        return values, load_file(path / "model.safetensors")
+        tensors = load_file(path / "model.safetensors")
     except Exception as error:  # safetensors raises a type of its own that it does not export
         raise DsparkError(
             f"{path}: expected a readable model.safetensors, but got: {error}. Export it again."
         ) from error
+    _check_hashes(path, tensors, read_json(path / "manifest.json", "draft model manifest").get("tensors", {}))
+    return values, tensors
 
 
 def _checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -68,4 +86,6 @@ def _checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         config, state = saved[CHECKPOINT_KEY], saved["state_dict"]
     except Exception as error:  # torch raises many types for a file that is none of its own
         raise DsparkError(f"{path}: expected a checkpoint of DrafterModule, but it cannot be read as one.") from error
-    return config, {name.removeprefix(PREFIX): t for name, t in state.items() if name.startswith(PREFIX)}
+    tensors = {name: t for name, t in state.items() if name.startswith(PREFIX)}
+    _check_hashes(path, tensors, saved.get(HASHES_KEY, {}))
+    return config, {name.removeprefix(PREFIX): t for name, t in tensors.items()}

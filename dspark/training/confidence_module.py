@@ -21,7 +21,7 @@ from dspark.contracts import DsparkError
 from dspark.drafter.model import Drafter
 from dspark.training import losses
 from dspark.training.batches import RoundBatch
-from dspark.training.checkpoint import CHECKPOINT_KEY, load_drafter
+from dspark.training.checkpoint import load_drafter, seal
 from dspark.training.frozen import FrozenTargetModule, capture, laws_at
 from dspark.training.labels import acceptance, observed_events
 from dspark.training.optim import make_optimizer
@@ -233,7 +233,7 @@ class ConfidenceModule(FrozenTargetModule):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[CHECKPOINT_KEY] = self.drafter.config.to_dict()
+        seal(checkpoint, self.drafter.config)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.refuse_other_optimizer(checkpoint, self.optimizer_options)

@@ -79,7 +79,10 @@ class _SplitDataModule(LightningDataModule):
         """The usable samples of one split, read once. Raises DsparkError when the split has no path."""
         if split not in self._samples:
             if not self.paths[split]:
-                raise DsparkError(f"data: expected at least one path in data.{split}, but got none.")
+                raise DsparkError(
+                    f"data: expected at least one path in data.{split}, but got none. Give "
+                    f"--data.init_args.{split}='[FOLDER]'."
+                )
             tokenizer = load_tokenizer(self.tokenizer_source) if self.tokenizer_source else None
             read = read_samples(self.paths[split], tokenizer, self._with_rounds, self._quarantine(split))
             for reason, count in read.dropped.items():

@@ -22,7 +22,7 @@ from dspark.drafter.model import Drafter, DraftOutput
 from dspark.drafter.regression import start_by_regression
 from dspark.training import losses
 from dspark.training.batches import SequenceBatch
-from dspark.training.checkpoint import CHECKPOINT_KEY
+from dspark.training.checkpoint import CHECKPOINT_KEY, seal
 from dspark.training.frozen import FrozenTargetModule, capture, laws_at
 from dspark.training.labels import TargetLaw, acceptance, overlap_from_l1, slot_mask, slot_weights
 from dspark.training.metrics import MeanPer, expected_tau
@@ -264,7 +264,7 @@ class DrafterModule(FrozenTargetModule):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[CHECKPOINT_KEY] = self.config.to_dict()
+        seal(checkpoint, self.config)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises DsparkError when the checkpoint holds another draft model than the recipe describes."""

@@ -177,3 +177,10 @@ def test_a_bundle_from_before_a_field_existed_is_the_same_bundle(tmp_path, draft
     path.write_text(json.dumps({**config, "sliding_window": 7}))
     with pytest.raises(DsparkError, match="has been changed"):
         load_bundle(tmp_path / "draft")
+
+
+def test_a_calibration_without_temperatures_is_named(saved):
+    identity = json.loads((saved / "manifest.json").read_text())["drafter_hash"]
+    (saved / "calibration.json").write_text(json.dumps({"drafter_hash": identity}))
+    with pytest.raises(DsparkError, match="list of temperatures"):
+        load_bundle(saved)

@@ -174,7 +174,7 @@ def test_other_settings_are_named(fakes, tmp_path, config, base, message):
 
 def test_other_prompts_are_named(fakes, tmp_path):
     crashed_journal(fakes, tmp_path / "run")
-    with pytest.raises(DsparkError, match=r"order\.sha256 was .*; prompts was "):
+    with pytest.raises(DsparkError, match=r"got others: prompts was '"):
         fakes.run(tmp_path / "run", prompts=fakes.make_prompts()[::-1])
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from dspark.contracts import DsparkError
+from dspark.files import tensor_hash
 from dspark.training.callbacks import DraftOnly
 from dspark.training.checkpoint import load_drafter
 from dspark.training.confidence_module import ConfidenceModule
@@ -124,9 +125,15 @@ def test_a_bundle_directory_serves_as_well(target: Any, draft: Path, data_dir: P
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(drafter.config.to_dict()))
     save_file(drafter.state_dict(), folder / "model.safetensors")
+    hashes = {name: tensor_hash(tensor) for name, tensor in drafter.state_dict().items()}
+    (folder / "manifest.json").write_text(json.dumps({"tensors": hashes}))
     for name, tensor in load_drafter(folder, target).state_dict().items():
         assert torch.equal(drafter.state_dict()[name], tensor)
-    tensors = drafter.state_dict()
+    tensors = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    tensors["fc.weight"][0, 0] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(DsparkError, match=r"fc\.weight differ: the file is damaged"):
+        load_drafter(folder, target)
     del tensors["fc.weight"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(DsparkError, match=r"fc\.weight"):

@@ -153,6 +153,18 @@ def test_checkpoint_holds_the_draft_model_alone_and_loads_safely(
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
+def test_a_damaged_checkpoint_is_noticed(tiny: Any, target: Any, data_dir: Path, tmp_path: Path) -> None:
+    """One bit of one weight: the file still loads, and would be exported and trusted."""
+    trainer, _ = fit(tiny, tiny.make_module(), data_dir, tmp_path, 1, limit_val_batches=0)
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    saved = torch.load(tmp_path / "whole.ckpt", weights_only=True)
+    saved["state_dict"]["drafter.fc.weight"].view(torch.int32)[0, 0] ^= 1
+    torch.save(saved, tmp_path / "flipped.ckpt")
+    assert load_drafter(tmp_path / "whole.ckpt", target)
+    with pytest.raises(DsparkError, match=r"drafter\.fc\.weight differ: the file is damaged"):
+        load_drafter(tmp_path / "flipped.ckpt", target)
+
+
 def test_a_frozen_target_in_the_tree_would_be_noticed(tiny: Any) -> None:
     from dspark.training.callbacks import assert_draft_only
 
