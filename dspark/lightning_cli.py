@@ -224,10 +224,10 @@ class RecipeCLI(LightningCLI):
         if self.verb == "fit" and (path := self._last_checkpoint()):
             print(f"checkpoint: {path}", file=sys.stderr)
         if self.verb == "predict":
-            path = Path(self.trainer.default_root_dir) / "predictions.jsonl"
+            target = Path(self.trainer.default_root_dir) / "predictions.jsonl"
             records = list(records_of(self.trainer.predict_loop.predictions))
-            atomic_write(path, "".join(json.dumps(r) + "\n" for r in records))
-            print(f"{len(records)} records, one a block: {path}", file=sys.stderr)
+            atomic_write(target, "".join(json.dumps(r) + "\n" for r in records))
+            print(f"{len(records)} records, one a block: {target}", file=sys.stderr)
 
     def _last_checkpoint(self) -> str:
         callback = self.trainer.checkpoint_callback
