@@ -102,7 +102,7 @@ def _solve_markov(drafter: Drafter, seen: Observations, known: Tensor, ridge: fl
         total = total + _ridge(inputs, seen.hidden[rows, slot].float(), ridge)[width:]
         if slot == 1:
             metric = _gram(inputs[:, width:], ridge)
-    columns = drafter.head_columns().float()
+    columns = drafter.head_columns()
     left, right = _root(metric), _root(_gram(columns, _TINY * float(columns.pow(2).sum() / columns.shape[1])))
     u, s, vh = torch.linalg.svd(left @ (total / (seen.counted.shape[1] - 1)) @ right.T, full_matrices=False)
     rank = min(head.rank, len(s))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dspark.contracts import DsparkError
-from dspark.drafter.blocks import Blocks, blocks_at
+from dspark.drafter.blocks import Blocks
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.initialise import bigram_counts, initialise_from_target
 from dspark.drafter.model import Drafter, DraftOutput
@@ -23,8 +23,8 @@ from dspark.drafter.regression import start_by_regression
 from dspark.training import losses
 from dspark.training.batches import SequenceBatch
 from dspark.training.checkpoint import CHECKPOINT_KEY, seal
-from dspark.training.frozen import FrozenTargetModule, capture, laws_at
-from dspark.training.labels import TargetLaw, acceptance, overlap_from_l1, slot_mask, slot_weights
+from dspark.training.frozen import FrozenTargetModule, blocks_of, capture, laws_at
+from dspark.training.labels import TargetLaw, acceptance, overlap_from_l1, slot_weights
 from dspark.training.metrics import MeanPer, expected_tau
 from dspark.training.optim import make_optimizer
 from dspark.training.options import DrafterOptions, InitOptions, LossOptions, OptimizerOptions, as_options, plain
@@ -198,11 +198,7 @@ class DrafterModule(FrozenTargetModule):
             return None
         seen = capture(self.target, batch, self.config.target_layer_ids)
         self.skips.update(batch, seen.finite)
-        slots = self.config.num_predictions
-        blocks = blocks_at(batch.ids, batch.offsets, batch.sequence, batch.anchors, slots)
-        ends = batch.offsets[batch.sequence + 1]
-        rows, counted = slot_mask(batch.loss_mask, blocks.begin, ends, batch.anchors, slots)
-        counted &= seen.finite[batch.sequence][:, None]
+        blocks, rows, counted = blocks_of(batch, seen, self.config.num_predictions)
         if not bool(counted.any()):
             return None
         ids, temperature = self.drafter.draft_ids, self.losses.temperature

@@ -15,10 +15,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from dspark.contracts import DsparkError
+from dspark.drafter.blocks import Blocks, blocks_at
 from dspark.target.decoder import Target
 from dspark.target.load import load_target
 from dspark.training.batches import SequenceBatch
-from dspark.training.labels import TargetLaw, target_law
+from dspark.training.labels import TargetLaw, slot_mask, target_law
 from dspark.training.options import OptimizerOptions
 
 _LOGIT_ROWS = 128  # rows of full-vocabulary logits alive at a time
@@ -55,6 +56,13 @@ def capture(target: Target, batch: SequenceBatch, taps: tuple[int, ...]) -> Capt
         keep = finite[sequence][:, None]
         hidden, features = torch.where(keep, hidden, 0), torch.where(keep, features, 0)
     return Capture(hidden, features, finite)
+
+
+def blocks_of(batch: SequenceBatch, seen: Capture, slots: int) -> tuple[Blocks, Tensor, Tensor]:
+    """The blocks, the row of each slot's label [B,K], and which slots count [B,K]; none of a broken sequence."""
+    blocks = blocks_at(batch.ids, batch.offsets, batch.sequence, batch.anchors, slots)
+    rows, counted = slot_mask(batch.loss_mask, blocks.begin, batch.offsets[batch.sequence + 1], batch.anchors, slots)
+    return blocks, rows, counted & seen.finite[batch.sequence][:, None]
 
 
 @torch.no_grad()

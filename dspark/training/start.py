@@ -11,13 +11,12 @@ from collections.abc import Sequence
 import torch
 from tqdm import tqdm
 
-from dspark.drafter.blocks import blocks_at
 from dspark.drafter.regression import Observations
 from dspark.target.decoder import Target
 from dspark.training.batches import BatchPlan, SequenceBatch, generator
 from dspark.training.data import sequence_batch
-from dspark.training.frozen import capture
-from dspark.training.labels import anchor_candidates, slot_mask
+from dspark.training.frozen import blocks_of, capture
+from dspark.training.labels import anchor_candidates
 from dspark.training.sources import Sample
 
 _TOKENS = 1024  # of one pass of the target
@@ -44,9 +43,7 @@ def observe(
 
 def _observe_batch(target: Target, batch: SequenceBatch, taps: tuple[int, ...], slots: int) -> Observations:
     seen = capture(target, batch, taps)
-    blocks = blocks_at(batch.ids, batch.offsets, batch.sequence, batch.anchors, slots)
-    rows, counted = slot_mask(batch.loss_mask, blocks.begin, batch.offsets[batch.sequence + 1], batch.anchors, slots)
-    counted = counted & seen.finite[batch.sequence][:, None]
+    blocks, rows, counted = blocks_of(batch, seen, slots)
     before = rows - 1  # the row whose hidden state predicts the label, and whose token stands before it
     anything = (blocks.end > blocks.begin)[:, None]  # as Context.last: no features before a sequence's first token
     features = torch.where(anything, seen.features[(blocks.end - 1).clamp_min(0)], 0)
