@@ -45,7 +45,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "torchmetrics": ("training", "calibration"),
     "triton": ("dspark_kernels",),
     "datasets": ("corpus",),
-    "argparse": ("commands", "help_text", "demo", "lightning_cli"),
+    "argparse": ("commands", "help_text", "demo", "lightning_cli", "kernels/dspark_kernels/gpu/aot.py"),
     "random": (),
     "pickle": (),
     "joblib": (),

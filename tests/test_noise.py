@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dspark import noise, ops
-from dspark.ops.native import lib
+from dspark.ops.cpu.native import lib
 
 VECTORS = [  # Random123's kat_vectors for philox4x32-10: counter, key, output
     ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),

@@ -62,7 +62,7 @@ class Loaded:
             verifier=verifier,
             dtype=self.dtype,
             device="cpu",
-            kernels=ops.fingerprint(),
+            kernels=ops.fingerprint(),  # claimed only for weights whose self-test passed: load() runs it
             threads=torch.get_num_threads(),
         )
 
@@ -76,9 +76,11 @@ def _calibration_hash(bundle: Bundle | None) -> str | None:
 
 
 def load(source: str, dtype: str, drafter: str | Path = "") -> Loaded:
-    """Raises DsparkError: a source that is not there, or a draft model that was trained for another target."""
+    """Raises DsparkError: a source that is not there, a draft model that was trained for another target, or operations
+    that fail their self-test at this target's shapes."""
     refuse_unbuilt_switches(Settings.from_env())
     target = load_target(source, dtype)
+    assert target.self_tested
     bundle = None
     if drafter:
         bundle = load_bundle(drafter)

@@ -1,119 +1,45 @@
-"""Invariant matrix product: a row's bits do not depend on the other rows, their number, or the thread count.
-
-The weight is packed on first use; the packed copy is kept beside the tensor *object* (not in its ``__dict__``, which
-would travel into checkpoints) and made anew when the tensor changed: when its version counter or address moved, or
-one of 16 sampled elements did (torch's fused optimizers and ``weight.data`` write without counting). Only an edit of
-a few elements behind torch's back goes unseen: call ``forget(weight)`` after one. Keep the same tensor object between
-calls; a fresh view packs again.
-"""
+"""Invariant matrix product and its gradient."""
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dspark.ops.native import DTYPE_CODE, STALE, check, dtype_code, lib, raise_status, refuse, threads
-
-
-@dataclass(slots=True)
-class _Packed:
-    owner: weakref.ref[Tensor]
-    version: int
-    pointer: int
-    data: Tensor  # uint8, owns the memory
-    address: int
-
-
-_packed: dict[int, _Packed] = {}
-
-
-_CHUNK = 32 << 20
-_free = torch.empty(0, dtype=torch.uint8)  # the rest of the newest chunk
-
-
-def _room(size: int) -> Tensor:
-    """[size] uint8 at a multiple of 64, uninitialised. Small weights share chunks of memory on huge pages (a chunk
-    lives as long as one of them): a step reads every weight once, and with 4 KiB pages that read waits for the TLB."""
-    global _free  # noqa: PLW0603  # one allocator a process, like malloc's
-    size = (size + 63) // 64 * 64
-    if _free.numel() < size:
-        chunk = torch.empty(max(size, _CHUNK) + 64, dtype=torch.uint8)
-        lib().dspark_huge_pages(chunk.data_ptr(), chunk.numel())
-        _free = chunk[-chunk.data_ptr() % 64 :]
-    taken, _free = _free[:size], _free[size:]
-    return taken
-
-
-def _version(weight: Tensor) -> int:
-    return -1 if weight.is_inference() else weight._version
-
-
-def _pack(weight: Tensor) -> _Packed:
-    code = dtype_code("linear", weight)
-    check("linear", weight.detach())
-    if weight.dim() != 2:
-        refuse("linear", "a weight [O, I]", tuple(weight.shape))
-    o, i = weight.shape
-    data = _room(lib().dspark_packed_bytes(o, i, code))
-    address = data.data_ptr()
-    lib().dspark_pack_weight(address, weight.data_ptr(), o, i, code, threads())
-    key = id(weight)
-    owner = weakref.ref(weight, lambda _: _packed.pop(key, None))
-    entry = _Packed(owner, _version(weight), weight.data_ptr(), data, address)
-    _packed[key] = entry
-    return entry
-
-
-def packed_address(weight: Tensor) -> int:
-    """Address of the weight's packed copy, packing it when needed."""
-    entry = _packed.get(id(weight))
-    if (
-        entry is None
-        or entry.owner() is not weight
-        or entry.pointer != weight.data_ptr()
-        or entry.version != _version(weight)
-    ):
-        entry = _pack(weight)
-    return entry.address
-
-
-def forget(weight: Tensor) -> None:
-    """Drops the packed copy of this weight, if any."""
-    _packed.pop(id(weight), None)
+from dspark.ops.backend import backend, recording
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     """x[N, I] @ weight[O, I].T (+ bias[O]) -> [N, O].
 
-    fp32 or bf16 (all of one dtype); every output is a sum of fp32 FMA chains in k order, then the bias, then one
-    rounding to ``out_dtype`` (default x's dtype; torch.float32 keeps bf16 products unrounded, for an LM head).
-    Raises DsparkError on other dtypes, shapes or layouts, and when gradients would be needed.
+    fp32 or bf16 (all of one dtype); every output is a sum in fp32 of one fixed order over k, then the bias, then one
+    rounding to ``out_dtype`` (default x's dtype; torch.float32 keeps bf16 products unrounded, for an LM head). On the
+    CPU the weight is packed once per tensor object (cpu/linear.py). Raises DsparkError on other dtypes or shapes.
     """
-    code = dtype_code("linear", x)
-    if x.dim() != 2 or weight.shape[-1] != x.shape[1] or weight.dtype != x.dtype:
-        expected = f"x [N, I] and a weight [O, I] of {x.dtype}"
-        refuse("linear", expected, f"{tuple(x.shape)} and {tuple(weight.shape)} of {weight.dtype}")
-    if bias is None:
-        check("linear", x, weight)
-    else:
-        check("linear", x, weight, bias)
-        if bias.shape != weight.shape[:1] or bias.dtype != x.dtype:
-            refuse("linear", f"a bias [{weight.shape[0]}] of {x.dtype}", f"{tuple(bias.shape)} of {bias.dtype}")
-    n, i = x.shape
-    o = weight.shape[0]
-    out = torch.empty((n, o), dtype=out_dtype or x.dtype)
-    bias_address = None if bias is None else bias.data_ptr()
-    for _ in range(2):
-        status = lib().dspark_linear(
-            out.data_ptr(), x.data_ptr(), weight.data_ptr(), packed_address(weight), bias_address, n, i, o, code,
-            DTYPE_CODE[out.dtype], threads(),
-        )  # fmt: skip
-        if status != STALE:
-            break
-        forget(weight)
-    if status:
-        raise_status("linear", status)
-    return out
+    if recording(x, weight, bias):
+        return _Linear.apply(x, weight, bias, out_dtype)
+    return backend(x).linear(x, weight, bias, out_dtype)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What gradients are accumulated in: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _Linear(torch.autograd.Function):
+    """dx = dy W, dW = dy^T x, db = sum of dy over rows, in fp32 and rounded once. Only the forward is row-invariant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return backend(x).linear(x, weight, bias, out_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        dy = dy.to(wide(x.dtype))
+        dx = (dy @ weight.to(dy.dtype)).to(x.dtype) if for_x else None
+        dweight = (dy.T @ x.to(dy.dtype)).to(weight.dtype) if for_weight else None
+        return dx, dweight, dy.sum(0).to(x.dtype) if for_bias else None, None

@@ -1,23 +1,18 @@
-"""From logits to tokens: shaped laws, keyed Gumbel-argmax, uniforms, log-probabilities. All fp32, each row alone."""
+"""From logits to tokens: shaped laws, keyed Gumbel-argmax, uniforms, log-probabilities. All fp32, each row alone.
+
+Drawing has no gradient; a law and its log-probabilities have. On the kept support S of a law p at temperature T,
+d ln p_i / d logit_j = (1[i = j] - p_j) / T for j in S and 0 elsewhere: the support is held fixed.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dspark.ops.native import check, lib, raise_status, refuse, threads
-
-
-def _check_rows(op: str, table: Tensor, *rows: tuple[Tensor, torch.dtype]) -> tuple[int, int]:
-    check(op, table)
-    if table.dtype != torch.float32 or table.dim() != 2:
-        refuse(op, "a float32 table [N, V]", f"{tuple(table.shape)} of {table.dtype}")
-    n, v = table.shape
-    for t, dtype in rows:
-        check(op, t)
-        if t.shape != (n,) or t.dtype != dtype:
-            refuse(op, f"one {dtype} per row [{n}]", f"{tuple(t.shape)} of {t.dtype}")
-    return n, v
+from dspark.ops.backend import backend, kernels, recording
+from dspark.ops.linear import wide
 
 
 def shape_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -28,16 +23,9 @@ def shape_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     Temperature 0: one-hot at the lowest-id argmax. temperature, top_p, min_p [N] fp32; top_k [N] int64.
     Raises DsparkError when a row holds NaN, +inf or no finite logit. Reference: dspark.probability.shape.
     """
-    f, i = torch.float32, torch.int64
-    n, v = _check_rows("shape_probs", logits, (temperature, f), (top_k, i), (top_p, f), (min_p, f))
-    out = torch.empty_like(logits)
-    status = lib().dspark_shape_probs(
-        out.data_ptr(), logits.data_ptr(), temperature.data_ptr(), top_k.data_ptr(), top_p.data_ptr(),
-        min_p.data_ptr(), n, v, threads(),
-    )  # fmt: skip
-    if status:
-        raise_status("shape_probs", status)
-    return out
+    if recording(logits):
+        return _ShapeProbs.apply(logits, temperature, top_k, top_p, min_p)
+    return backend(logits).shape_probs(logits, temperature, top_k, top_p, min_p)
 
 
 def gumbel_argmax(
@@ -48,47 +36,85 @@ def gumbel_argmax(
     probs[N, V] fp32 (need not sum to one); seeds, positions [N] int64; token_ids[V] int64 ascending maps columns to
     vocabulary ids, None: column = id. Ties go to the lower column. Raises DsparkError when a row has no support.
     """
-    n, v = _check_rows("gumbel_argmax", probs, (seeds, torch.int64), (positions, torch.int64))
-    ids = None
-    if token_ids is not None:
-        check("gumbel_argmax", token_ids)
-        if token_ids.shape != (v,) or token_ids.dtype != torch.int64:
-            refuse("gumbel_argmax", f"token_ids [{v}] of int64", f"{tuple(token_ids.shape)} of {token_ids.dtype}")
-        ids = token_ids.data_ptr()
-    index = torch.empty(n, dtype=torch.int64)
-    without = lib().dspark_gumbel_argmax(
-        index.data_ptr(), probs.data_ptr(), seeds.data_ptr(), positions.data_ptr(), ids, stream, n, v, threads()
-    )
-    if without:
-        refuse("gumbel_argmax", "a positive probability in every row", f"{without} of {n} rows without any", "")
-    return index
+    return kernels(probs).gumbel_argmax(probs, seeds, stream, positions, token_ids)
 
 
 def uniform(seeds: Tensor, stream: int, positions: Tensor) -> Tensor:
     """One number in (0, 1) per row, of 23 bits: [N] fp32, a function of (seed, stream, position) alone."""
-    check("uniform", seeds, positions)
-    if seeds.shape != positions.shape or not seeds.dtype == positions.dtype == torch.int64:
-        refuse("uniform", "seeds and positions [N] of int64", f"{tuple(seeds.shape)} and {tuple(positions.shape)}")
-    out = torch.empty(seeds.shape, dtype=torch.float32)
-    lib().dspark_uniform(out.data_ptr(), seeds.data_ptr(), positions.data_ptr(), stream, seeds.numel())
-    return out
+    return kernels(seeds).uniform(seeds, stream, positions)
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """ln softmax(logits[N, V]) fp32 -> [N, V] fp32. Raises DsparkError as shape_probs does."""
+    if recording(logits):
+        return _LogSoftmax.apply(logits)
+    return backend(logits).log_softmax(logits)
 
 
 def raw_logprob(logits: Tensor, ids: Tensor) -> Tensor:
-    """log_softmax(logits[N, V])[n, ids[n]] at temperature 1 -> [N] fp32. Raises DsparkError as shape_probs does."""
-    n, v = _check_rows("raw_logprob", logits, (ids, torch.int64))
-    out = torch.empty(n, dtype=torch.float32)
-    status = lib().dspark_raw_logprob(out.data_ptr(), logits.data_ptr(), ids.data_ptr(), n, v, threads())
-    if status:
-        raise_status("raw_logprob", status)
-    return out
+    """log_softmax(logits[N, V])[n, ids[n]] at temperature 1 -> [N] fp32, the same bits as log_softmax's entry without
+    writing the others. Raises DsparkError as shape_probs does."""
+    if recording(logits):
+        return _RawLogprob.apply(logits, ids)
+    return backend(logits).raw_logprob(logits, ids)
 
 
 def log_of(probs: Tensor, ids: Tensor) -> Tensor:
     """ln probs[n, ids[n]] -> [N] fp32; -inf where the entry is 0."""
-    n, v = _check_rows("log_of", probs, (ids, torch.int64))
-    out = torch.empty(n, dtype=torch.float32)
-    status = lib().dspark_log_of(out.data_ptr(), probs.data_ptr(), ids.data_ptr(), n, v)
-    if status:
-        raise_status("log_of", status)
-    return out
+    if recording(probs):
+        return _LogOf.apply(probs, ids)
+    return backend(probs).log_of(probs, ids)
+
+
+class _ShapeProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+        probs = backend(logits).shape_probs(logits, temperature, top_k, top_p, min_p)
+        ctx.save_for_backward(probs, temperature)
+        return probs
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        probs, temperature = ctx.saved_tensors
+        heat = torch.where(temperature > 0, temperature, torch.inf)[:, None]  # a greedy law does not move
+        return probs * (dy - (probs * dy).sum(-1, keepdim=True)) / heat, None, None, None, None
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        out = backend(logits).log_softmax(logits)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (out,) = ctx.saved_tensors
+        return dy - out.exp() * dy.sum(-1, keepdim=True)
+
+
+class _RawLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, ids)
+        return backend(logits).raw_logprob(logits, ids)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        logits, ids = ctx.saved_tensors
+        dy = dy.to(wide(logits.dtype))[:, None]
+        gradient = logits.softmax(-1).mul_(-dy)
+        return gradient.scatter_add_(-1, ids[:, None], dy), None
+
+
+class _LogOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(probs, ids)
+        return backend(probs).log_of(probs, ids)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        probs, ids = ctx.saved_tensors
+        at = ids[:, None]
+        return torch.zeros_like(probs).scatter_(-1, at, dy[:, None] / probs.gather(-1, at)), None

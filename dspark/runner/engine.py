@@ -25,6 +25,7 @@ from dspark.drafter.model import Drafter
 from dspark.runner import schedule
 from dspark.runner.batch import FlatBatch
 from dspark.runner.draft import Drafts, DraftStage
+from dspark.runner.score import Finished, score
 from dspark.runner.sequence import Sequence
 from dspark.runner.verify import SamplingRows, Verdict, verify
 from dspark.target.cache import Arena, KVCache
@@ -97,15 +98,9 @@ class Engine:
     def score(
         self, prompt_ids: tuple[int, ...], response_ids: tuple[int, ...], params: SamplingParams
     ) -> tuple[Tensor, Tensor]:
-        """(logprobs, raw_logprobs) [len(response)] fp32 of a finished sequence, by one teacher-forced pass: the same
-        bits the sampler recorded token by token."""
-        ids = torch.tensor([*prompt_ids, *response_ids])
+        """(logprobs, raw_logprobs) [len(response)] fp32 of a finished sequence: see score.score."""
         with torch.inference_mode():
-            hidden, _, _ = self.target.forward_sequences([ids[:-1]], ())
-            logits = self.target.logits(hidden[len(prompt_ids) - 1 :])
-            tokens = ids[len(prompt_ids) :]
-            probs = SamplingRows.of([params] * len(tokens)).shape(logits)
-            return ops.log_of(probs, tokens), ops.raw_logprob(logits, tokens)
+            return score(self.target, [Finished(prompt_ids, response_ids, params)])
 
     def _check(self, requests: list[Request]) -> None:
         longest, rows = self.target.config.max_position_embeddings, self.options.kv_tokens

@@ -14,28 +14,13 @@ from torch import Tensor
 
 
 class KVCache:
-    """k[l], v[l]: [capacity, Hkv, D] for each layer l. Memory is not initialised: only written rows may be attended.
+    """k[l], v[l]: [capacity, Hkv, D] for each layer l. Memory is not initialised: only written rows may be attended."""
 
-    ``one_arena``: all layers share one arena, which holds the layer that ran last. Enough when whole sequences go
-    through in one call (scoring, feature capture), and num_layers times smaller.
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        capacity: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        one_arena: bool = False,
-    ):
+    def __init__(self, num_layers: int, capacity: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype):
         shape = (capacity, num_kv_heads, head_dim)
-        made = 1 if one_arena else num_layers
-        keys = [torch.empty(shape, dtype=dtype) for _ in range(made)]
-        values = [torch.empty(shape, dtype=dtype) for _ in range(made)]
         self.capacity = capacity
-        self.k: list[Tensor] = keys * num_layers if one_arena else keys
-        self.v: list[Tensor] = values * num_layers if one_arena else values
+        self.k: list[Tensor] = [torch.empty(shape, dtype=dtype) for _ in range(num_layers)]
+        self.v: list[Tensor] = [torch.empty(shape, dtype=dtype) for _ in range(num_layers)]
 
 
 class Arena:

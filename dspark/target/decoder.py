@@ -5,13 +5,17 @@ and attends its sequence's rows up to itself; a prompt chunk, a decoded token an
 same thing here. Every operation comes from dspark.ops and gives a row the same bits whatever the other rows are, so a
 token's hidden state is a function of its sequence alone: the reproducibility contract rests on that.
 
-Left out on purpose: gradients (the target is frozen), padding, attention masks, per-request work inside the layer loop.
+The same body is the trainer's forward: without a cache the keys and values of the call itself are attended, and where
+the weights want gradients, gradients are recorded.
+
+Left out on purpose: padding, attention masks, per-request work inside the layer loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -28,13 +32,19 @@ class Target:
     """A frozen causal decoder. A plain object, not a module: it must never end up in somebody's checkpoint.
 
     tensors: fused weights by name (weights.plan), all of one dtype, which is the dtype of the hidden states and of the
-    cache. name: what to call it in manifests. eos_ids: tokens that end a sequence, as its files say.
+    cache. name: what to call it in manifests. eos_ids: tokens that end a sequence, as its files say. operations: where
+    linear, attention and the rest come from; only a bench that measures what invariance costs gives another module.
     """
 
     def __init__(
-        self, config: DecoderConfig, tensors: Mapping[str, Tensor], name: str = "target", eos_ids: Sequence[int] = ()
+        self,
+        config: DecoderConfig,
+        tensors: Mapping[str, Tensor],
+        name: str = "target",
+        eos_ids: Sequence[int] = (),
+        operations: ModuleType = ops,
     ):
-        self.config, self.name, self.eos_ids = config, name, tuple(eos_ids)
+        self.config, self.name, self.eos_ids, self.ops = config, name, tuple(eos_ids), operations
         self._tensors = dict(tensors)
         self.embed_weight = self._tensors["embed"]
         self.head_weight = self._tensors.get("head", self.embed_weight)
@@ -42,6 +52,13 @@ class Target:
         self.layers = [layer_of(self._tensors, i) for i in range(config.num_layers)]
         self.final_norm = self._tensors["norm"]
         self._rope = RopeTable(config.rope, config.head_dim)
+
+    def remade(
+        self, change: Callable[[str, Tensor], Tensor] | None = None, operations: ModuleType | None = None
+    ) -> Target:
+        """This target with every tensor passed through change(name, tensor), or with other operations."""
+        tensors = {name: change(name, tensor) if change else tensor for name, tensor in self._tensors.items()}
+        return Target(self.config, tensors, self.name, self.eos_ids, operations or self.ops)
 
     @property
     def num_layers(self) -> int:
@@ -60,17 +77,23 @@ class Target:
         """sha256 hex over config and weights as used: two targets with the same one compute the same bits here."""
         return fingerprint(self.config, self._tensors)
 
-    @torch.no_grad()
+    @cached_property
+    def self_tested(self) -> int:
+        """Rows compared in the operations' self-test at this target's own weights, run once. Raises DsparkError when
+        they are not invariant here."""
+        layer, config = self.layers[0], self.config
+        weights = {"qkv": layer.qkv, "output": layer.output, "gate_up": layer.gate_up, "down": layer.down}
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        return ops.self_test({**weights, "head": self.head_weight}, heads)
+
     def embed(self, ids: Tensor) -> Tensor:
         """Embedding rows [N, H] of ids [N] int64."""
         return self.embed_weight.index_select(0, ids)
 
-    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, V] fp32 from hidden [M, H] after the final norm; a bf16 target's logits are not rounded to bf16."""
-        return ops.linear(hidden, self.head_weight, out_dtype=torch.float32)
+        return self.ops.linear(hidden, self.head_weight, out_dtype=torch.promote_types(self.dtype, torch.float32))
 
-    @torch.no_grad()
     def forward(
         self,
         ids: Tensor,
@@ -78,31 +101,33 @@ class Target:
         rows: Tensor,
         begin: Tensor,
         end: Tensor,
-        cache: KVCache,
+        cache: KVCache | None,
         taps: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """Runs N tokens; all index tensors are [N] int64.
 
         Token n is ids[n] at absolute position positions[n]; its key and value go to arena row rows[n] of every layer,
         and it attends rows begin[n]:end[n] (begin: its sequence's first row, end: its own row + 1; a layer's sliding
-        window is applied here). Returns the hidden states [N, H] after the final norm, for logits(), and the tapped
-        states [N, len(taps) * H] in the order of ``taps`` (None without taps): tap i is the output of decoder layer i
-        before the final norm, -1 the embedding. Raises DsparkError for a tap the model does not have.
+        window is applied here). Without a cache the call is the arena: row n is token n, and ``rows`` is not looked at.
+        Returns the hidden states [N, H] after the final norm, for logits(), and the tapped states
+        [N, len(taps) * H] in the order of ``taps`` (None without taps): tap i is the output of decoder layer i before
+        the final norm, -1 the embedding. Raises DsparkError for a tap the model does not have.
         """
         self._check_taps(taps)
         cos, sin = self._rope.at(positions)
         begins = {w: torch.maximum(begin, end - w) if w else begin for w in set(self.config.windows)}
         eps, kept = self.config.rms_norm_eps, {}
         residual = kept[-1] = self.embed(ids)
-        normed = ops.rms_norm(residual, self.layers[0].input_norm, eps)
+        normed = self.ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for i, (layer, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
-            mixed = self._attend(layer, normed, cos, sin, rows, begins[window], end, cache.k[i], cache.v[i])
-            normed, residual = ops.add_rms_norm(mixed, residual, layer.post_norm, eps)
-            inner = ops.silu_mul(ops.linear(normed, layer.gate_up, layer.gate_up_bias))
+            arena = (rows, cache.k[i], cache.v[i]) if cache else None
+            mixed = self._attend(layer, normed, cos, sin, begins[window], end, arena)
+            normed, residual = self.ops.add_rms_norm(mixed, residual, layer.post_norm, eps)
+            inner = self.ops.silu_mul(self.ops.linear(normed, layer.gate_up, layer.gate_up_bias))
             last = i + 1 == self.num_layers
             following = self.final_norm if last else self.layers[i + 1].input_norm
-            normed, residual = ops.add_rms_norm(
-                ops.linear(inner, layer.down, layer.down_bias), residual, following, eps
+            normed, residual = self.ops.add_rms_norm(
+                self.ops.linear(inner, layer.down, layer.down_bias), residual, following, eps
             )
             if i in taps:
                 kept[i] = residual
@@ -121,9 +146,7 @@ class Target:
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         rows = torch.arange(int(offsets[-1]))
         begin = offsets[:-1].repeat_interleave(lengths)
-        shape = (self.config.num_kv_heads, self.config.head_dim)
-        cache = KVCache(self.num_layers, len(rows), *shape, self.dtype, one_arena=True)
-        hidden, features = self.forward(torch.cat(list(sequences)), rows - begin, rows, begin, rows + 1, cache, taps)
+        hidden, features = self.forward(torch.cat(list(sequences)), rows - begin, rows, begin, rows + 1, None, taps)
         return hidden, features, offsets
 
     def _attend(
@@ -132,24 +155,27 @@ class Target:
         normed: Tensor,
         cos: Tensor,
         sin: Tensor,
-        rows: Tensor,
         begin: Tensor,
         end: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        arena: tuple[Tensor, Tensor, Tensor] | None,
     ) -> Tensor:
-        """The attention sublayer: [N, H] -> [N, H]; writes the arena rows, then reads them."""
+        """The attention sublayer: [N, H] -> [N, H]. arena: (rows to write, keys, values), written, then read."""
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = ops.linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), heads + 2 * kv_heads, config.head_dim)
+        qkv = self.ops.linear(normed, layer.qkv, layer.qkv_bias).view(
+            len(normed), heads + 2 * kv_heads, config.head_dim
+        )
         query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            query = ops.rms_norm(query, layer.q_norm, config.rms_norm_eps)
-            key = ops.rms_norm(key, layer.k_norm, config.rms_norm_eps)
-        keys.index_copy_(0, rows, ops.rotary(key, cos, sin))
-        values.index_copy_(0, rows, value)
-        mixed = ops.attention(ops.rotary(query, cos, sin), keys, values, begin, end, config.head_dim**-0.5)
-        return ops.linear(mixed.flatten(1), layer.output, layer.output_bias)
+            query = self.ops.rms_norm(query, layer.q_norm, config.rms_norm_eps)
+            key = self.ops.rms_norm(key, layer.k_norm, config.rms_norm_eps)
+        key = self.ops.rotary(key, cos, sin)
+        if arena:
+            rows, keys, values = arena
+            key, value = keys.index_copy_(0, rows, key), values.index_copy_(0, rows, value)
+        query = self.ops.rotary(query, cos, sin)
+        mixed = self.ops.attention(query, key, value.contiguous(), begin, end, config.head_dim**-0.5)
+        return self.ops.linear(mixed.flatten(1), layer.output, layer.output_bias)
 
     def _check_taps(self, taps: tuple[int, ...]) -> None:
         wrong = [tap for tap in taps if not -1 <= tap < self.num_layers]

@@ -52,6 +52,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {  # name -> (result, arguments); p poi
     "dspark_gumbel": ("", "pppp" + "i" + "ll"),
     "dspark_shape_probs": ("i", "pppppp" + "ll" + "i"),
     "dspark_raw_logprob": ("i", "ppp" + "ll" + "i"),
+    "dspark_log_softmax": ("i", "pp" + "ll" + "i"),
     "dspark_log_of": ("i", "ppp" + "ll"),
 }
 _CTYPES = {"": None, "p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}

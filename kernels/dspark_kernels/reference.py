@@ -129,11 +129,21 @@ def gumbel_argmax(probs: Tensor, noise: Tensor) -> Tensor:
     return (probs.double().log() + noise.double()).argmax(-1)
 
 
+def logsumexp(logits: Tensor) -> Tensor:
+    """ln sum exp of each row."""
+    return logits.double().logsumexp(-1).to(logits.dtype)
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """ln softmax of each row."""
+    return logits.double().log_softmax(-1).to(logits.dtype)
+
+
 def raw_logprob(logits: Tensor, ids: Tensor) -> Tensor:
     """log_softmax gathered."""
-    return logits.double().log_softmax(-1).gather(-1, ids[:, None])[:, 0].float()
+    return logits.double().log_softmax(-1).gather(-1, ids[:, None])[:, 0].to(logits.dtype)
 
 
 def log_of(probs: Tensor, ids: Tensor) -> Tensor:
     """ln of the gathered entries."""
-    return probs.double().gather(-1, ids[:, None])[:, 0].log().float()
+    return probs.double().gather(-1, ids[:, None])[:, 0].log().to(probs.dtype)

@@ -12,7 +12,7 @@ import torch
 
 from dspark import ops
 from dspark.contracts import DsparkError
-from dspark.ops import native
+from dspark.ops.cpu import native
 from dspark_kernels import build
 
 
@@ -67,7 +67,7 @@ def tasks():
 torch.randn(2000, 2000).exp().sum()
 before = tasks()
 ops.linear(x, w)
-print(before, tasks(), ops.native.lib().dspark_team_size(2))
+print(before, tasks(), ops.cpu.native.lib().dspark_team_size(2))
 """
 
 

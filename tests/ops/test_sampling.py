@@ -220,6 +220,6 @@ def test_log_probabilities() -> None:
 def test_wrong_arguments_are_refused() -> None:
     logits = torch.zeros(2, 4)
     with pytest.raises(DsparkError, match="float32 table"):
-        ops.shape_probs(logits.double(), *params(CASES[:2]))
+        ops.shape_probs(logits.half(), *params(CASES[:2]))
     with pytest.raises(DsparkError, match="per row"):
         ops.shape_probs(logits, *params(CASES[:3]))

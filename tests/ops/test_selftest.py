@@ -1,27 +1,40 @@
-"""The start-up proof and the record of what computed the bits."""
+"""The self-test passes here, and would not if an operation mixed rows."""
 
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
+from torch import Tensor
 
 from dspark import ops
 from dspark.contracts import DsparkError
-from dspark.ops import selftest
+
+HEADS = (6, 2, 32)
+selftest = sys.modules["dspark.ops.selftest"]
+
+
+def weights(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {"up": torch.randn(96, 64).to(dtype), "down": torch.randn(64, 96).to(dtype)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_self_test_passes_here(dtype: torch.dtype) -> None:
-    ops.self_test([(96, 64), (7, 13), (96, 64)], dtype)
+def test_passes_here(dtype: torch.dtype) -> None:
+    assert ops.self_test(weights(dtype), HEADS) > 100
 
 
-def test_self_test_fails_on_an_op_that_looks_at_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = selftest.linear
-    monkeypatch.setattr(selftest, "linear", lambda x, w: honest(x, w) + 1e-6 * x.shape[0])
-    with pytest.raises(DsparkError, match="linear 7x13"):
-        ops.self_test([(7, 13)])
+@pytest.mark.parametrize("op", ["linear", "attention", "rms_norm", "silu_mul", "raw_logprob"])
+def test_an_operation_that_mixes_rows_is_named(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = getattr(selftest, op)
+
+    def mixed(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return honest(x, *args, **kwargs) + (len(x) > 1) * 1e-3
+
+    monkeypatch.setattr(selftest, op, mixed)
+    with pytest.raises(DsparkError, match=rf"self-test: expected {op} .* same bits .*doctor"):
+        ops.self_test(weights(torch.float32), HEADS)
 
 
 def test_fingerprint_is_plain_and_stable() -> None:

@@ -61,9 +61,8 @@ def test_regions_never_overlap_and_all_comes_back(steps: list[tuple[bool, int]])
     assert arena.alloc(40) == 0
 
 
-def test_one_arena_is_shared_by_all_layers():
-    shared, own = KVCache(3, 5, 2, 4, torch.bfloat16, one_arena=True), KVCache(3, 5, 2, 4, torch.bfloat16)
-    assert len({k.data_ptr() for k in shared.k}) == 1
-    assert len({k.data_ptr() for k in own.k}) == 3
-    assert own.v[2].shape == (5, 2, 4)
-    assert own.v[2].dtype == torch.bfloat16
+def test_every_layer_has_its_own_arena():
+    cache = KVCache(3, 5, 2, 4, torch.bfloat16)
+    assert len({k.data_ptr() for k in cache.k}) == 3
+    assert cache.v[2].shape == (5, 2, 4)
+    assert cache.v[2].dtype == torch.bfloat16

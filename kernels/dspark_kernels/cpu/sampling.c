@@ -267,6 +267,21 @@ EXPORT int dspark_shape_probs(float *p, const float *logits, const float *temper
     return status;
 }
 
+/* out[n, v] = l - max - ln sum exp(l - max); entry for entry what dspark_raw_logprob gives. Returns 2 as shape_row. */
+EXPORT int dspark_log_softmax(float *out, const float *logits, int64_t n, int64_t v, int threads) {
+    int status = 0;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(| : status) if (threads > 1 && n * v >= 8192)
+    for (int64_t r = 0; r < n; r++) {
+        int bad;
+        const float *x = logits + r * v;
+        float max = row_max(x, v, &bad);
+        if (bad) status |= 2;
+        float log_sum = log1_prob((float)exponentials(x, NULL, v, max, 1.0f, 0.0f));
+        for (int64_t i = 0; i < v; i++) out[r * v + i] = (x[i] - max) - log_sum;
+    }
+    return status;
+}
+
 /* out[n] = l[id] - max - ln sum exp(l - max), at temperature 1. Returns 2 for a row as in shape_row, 4 for an id outside. */
 EXPORT int dspark_raw_logprob(float *out, const float *logits, const int64_t *ids, int64_t n, int64_t v,
                               int threads) {

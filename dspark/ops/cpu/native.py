@@ -51,12 +51,12 @@ def check(op: str, *tensors: torch.Tensor) -> None:
 
 
 def check_grad(op: str, *tensors: torch.Tensor) -> None:
-    """DsparkError when gradients are recorded and a tensor wants one: the ops have no backward."""
+    """DsparkError when gradients are recorded and a tensor wants one: what has a gradient comes here unrecorded."""
     if torch.is_grad_enabled():
         for t in tensors:
             if t.requires_grad:
                 refuse(
-                    op, "inputs without requires_grad (the op has no backward)", "one that records gradients",
+                    op, "inputs without requires_grad (drawing has no gradient)", "one that records gradients",
                     "Call it under torch.no_grad(), or detach the input.",
                 )  # fmt: skip
 

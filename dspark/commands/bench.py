@@ -1,0 +1,115 @@
+"""Measures what the contract rests on, on this machine.
+
+invariance counts the rows whose bits change when they are computed in other company (batch width, order, prompt chunks,
+threads): for this package's operations, which must be 0, and for plain torch's, which must not be, or the sweep proves
+nothing. Exits with 1 otherwise.
+
+tax times one pass of the target with our operations over one with plain torch's, interleaved, decode and prefill.
+Run it with nothing else running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+import torch
+from tqdm import tqdm
+
+from dspark.bench.invariance import Counted, sweep
+from dspark.bench.tax import ROWS, Tax, tax
+from dspark.commands.recipe_options import whole_number
+from dspark.target.load import EMBEDDED, load_target
+
+DTYPES = ("float32", "bfloat16")
+EXAMPLES = """
+examples:
+  dspark bench invariance
+  dspark bench tax --dtype bfloat16 --rows 1 32 --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `dspark bench`."""
+    parser.add_argument("what", choices=("invariance", "tax"), help="what to measure")
+    parser.add_argument("--target", default=EMBEDDED, help="whose weight shapes: a folder, hub id or .gguf file")
+    parser.add_argument("--dtype", choices=DTYPES, help="one dtype (default: both)")
+    parser.add_argument("--rows", type=whole_number(1), nargs="*", default=list(ROWS), help="rows of a pass, for tax")
+    parser.add_argument("--repeats", type=whole_number(1), default=9, help="interleaved repeats, for tax")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0; 1 when our operations are not invariant or plain torch's cannot be told from them."""
+    return (_invariance if args.what == "invariance" else _tax)(args)
+
+
+def _dtypes(args: argparse.Namespace) -> tuple[str, ...]:
+    return (args.dtype,) if args.dtype else DTYPES
+
+
+def _invariance(args: argparse.Namespace) -> int:
+    found = {}
+    with tqdm(desc="invariance", unit="op", disable=args.quiet, file=sys.stderr, leave=False) as bar:
+        for dtype in _dtypes(args):
+            found[dtype] = sweep(
+                load_target(args.target, dtype), lambda name: bar.set_postfix_str(name) or bar.update()
+            )
+    sides = {
+        side: _total([both[side] for ops in found.values() for both in ops.values()]) for side in ("ours", "plain")
+    }
+    if args.json:
+        nested = {
+            d: {op: {s: asdict(c) for s, c in both.items()} for op, both in ops.items()} for d, ops in found.items()
+        }
+        print(json.dumps({"operations": nested, **{side: asdict(count) for side, count in sides.items()}}))
+    else:
+        print(_invariance_text(found, sides))
+    return 0 if sides["ours"].differing == 0 < sides["plain"].differing else 1
+
+
+def _total(counts: list[Counted]) -> Counted:
+    return Counted(sum(c.compared for c in counts), sum(c.differing for c in counts))
+
+
+def _invariance_text(found: dict[str, dict[str, dict[str, Counted]]], sides: dict[str, Counted]) -> str:
+    lines = [f"{'rows that differ in any bit':<36}{'compared':>10}{'ours':>14}{'plain torch':>18}"]
+    for dtype, operations in found.items():
+        lines.append(dtype)
+        lines += [_row(f"  {name}", both["ours"], both["plain"]) for name, both in operations.items()]
+    return "\n".join([*lines, _row("all", sides["ours"], sides["plain"])])
+
+
+def _row(name: str, ours: Counted, plain: Counted) -> str:
+    return f"{name:<36}{ours.compared:>10}{ours.differing:>14}{plain.differing:>9} {plain.share:>7.1%}"
+
+
+def _tax(args: argparse.Namespace) -> int:
+    found: dict[str, list[Tax]] = {}
+    with tqdm(desc="tax", disable=args.quiet, file=sys.stderr, leave=False) as bar:
+        for dtype in _dtypes(args):
+            target = load_target(args.target, dtype)
+            found[dtype] = tax(target, tuple(args.rows), args.repeats, lambda n: bar.set_postfix_str(n) or bar.update())
+    if args.json:
+        print(json.dumps({dtype: [asdict(one) for one in rows] for dtype, rows in found.items()}))
+    else:
+        print(_tax_text(found))
+    return 0
+
+
+def _tax_text(found: dict[str, list[Tax]]) -> str:
+    lines = [
+        f"{torch.get_num_threads()} threads, medians; ours / plain: min, median, max",
+        f"{'':<18}{'rows':>5}{'ours ms':>10}{'plain ms':>10}{'ours / plain':>20}{'logits differ':>15}",
+    ]
+    for dtype, rows in found.items():
+        for one in rows:
+            low, middle, high = one.ratio
+            lines.append(
+                f"{dtype + ' ' + one.kind:<18}{one.rows:>5}{one.ours_ms:>10.1f}{one.plain_ms:>10.1f}"
+                f"{low:>7.2f}{middle:>7.2f}{high:>6.2f}{one.difference:>14.1e}"
+            )
+    return "\n".join(lines)

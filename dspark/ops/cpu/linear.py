@@ -1,0 +1,113 @@
+"""Checks and call of cpu/linear.c, and the packed copies of weights it works on.
+
+A weight is packed on first use; the packed copy is kept beside the tensor *object* (not in its ``__dict__``, which
+would travel into checkpoints) and made anew when the tensor changed: when its version counter or address moved, or
+one of 16 sampled elements did (torch's fused optimizers and ``weight.data`` write without counting). Only an edit of
+a few elements behind torch's back goes unseen: call ``forget(weight)`` after one. Keep the same tensor object between
+calls; a fresh view packs again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark.ops.cpu.native import DTYPE_CODE, STALE, check, dtype_code, lib, raise_status, refuse, threads
+
+
+@dataclass(slots=True)
+class _Packed:
+    owner: weakref.ref[Tensor]
+    version: int
+    pointer: int
+    data: Tensor  # uint8, owns the memory
+    address: int
+
+
+_packed: dict[int, _Packed] = {}
+
+
+_CHUNK = 32 << 20
+_free = torch.empty(0, dtype=torch.uint8)  # the rest of the newest chunk
+
+
+def _room(size: int) -> Tensor:
+    """[size] uint8 at a multiple of 64, uninitialised. Small weights share chunks of memory on huge pages (a chunk
+    lives as long as one of them): a step reads every weight once, and with 4 KiB pages that read waits for the TLB."""
+    global _free  # noqa: PLW0603  # one allocator a process, like malloc's
+    size = (size + 63) // 64 * 64
+    if _free.numel() < size:
+        chunk = torch.empty(max(size, _CHUNK) + 64, dtype=torch.uint8)
+        lib().dspark_huge_pages(chunk.data_ptr(), chunk.numel())
+        _free = chunk[-chunk.data_ptr() % 64 :]
+    taken, _free = _free[:size], _free[size:]
+    return taken
+
+
+def _version(weight: Tensor) -> int:
+    return -1 if weight.is_inference() else weight._version
+
+
+def _pack(weight: Tensor) -> _Packed:
+    code = dtype_code("linear", weight)
+    check("linear", weight.detach())
+    if weight.dim() != 2:
+        refuse("linear", "a weight [O, I]", tuple(weight.shape))
+    o, i = weight.shape
+    data = _room(lib().dspark_packed_bytes(o, i, code))
+    address = data.data_ptr()
+    lib().dspark_pack_weight(address, weight.data_ptr(), o, i, code, threads())
+    key = id(weight)
+    owner = weakref.ref(weight, lambda _: _packed.pop(key, None))
+    entry = _Packed(owner, _version(weight), weight.data_ptr(), data, address)
+    _packed[key] = entry
+    return entry
+
+
+def packed_address(weight: Tensor) -> int:
+    """Address of the weight's packed copy, packing it when needed."""
+    entry = _packed.get(id(weight))
+    if (
+        entry is None
+        or entry.owner() is not weight
+        or entry.pointer != weight.data_ptr()
+        or entry.version != _version(weight)
+    ):
+        entry = _pack(weight)
+    return entry.address
+
+
+def forget(weight: Tensor) -> None:
+    """Drops the packed copy of this weight, if any."""
+    _packed.pop(id(weight), None)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    code = dtype_code("linear", x)
+    if x.dim() != 2 or weight.shape[-1] != x.shape[1] or weight.dtype != x.dtype:
+        expected = f"x [N, I] and a weight [O, I] of {x.dtype}"
+        refuse("linear", expected, f"{tuple(x.shape)} and {tuple(weight.shape)} of {weight.dtype}")
+    if bias is None:
+        check("linear", x, weight)
+    else:
+        check("linear", x, weight, bias)
+        if bias.shape != weight.shape[:1] or bias.dtype != x.dtype:
+            refuse("linear", f"a bias [{weight.shape[0]}] of {x.dtype}", f"{tuple(bias.shape)} of {bias.dtype}")
+    n, i = x.shape
+    o = weight.shape[0]
+    out = torch.empty((n, o), dtype=out_dtype or x.dtype)
+    bias_address = None if bias is None else bias.data_ptr()
+    for _ in range(2):
+        status = lib().dspark_linear(
+            out.data_ptr(), x.data_ptr(), weight.data_ptr(), packed_address(weight), bias_address, n, i, o, code,
+            DTYPE_CODE[out.dtype], threads(),
+        )  # fmt: skip
+        if status != STALE:
+            break
+        forget(weight)
+    if status:
+        raise_status("linear", status)
+    return out
