@@ -163,6 +163,10 @@ def test_a_damaged_checkpoint_is_noticed(tiny: Any, target: Any, data_dir: Path,
     assert load_drafter(tmp_path / "whole.ckpt", target)
     with pytest.raises(DsparkError, match=r"drafter\.fc\.weight differ: the file is damaged"):
         load_drafter(tmp_path / "flipped.ckpt", target)
+    del saved["dspark_tensor_hashes"]
+    torch.save(saved, tmp_path / "older.ckpt")
+    with pytest.raises(DsparkError, match="written before they were kept"):
+        load_drafter(tmp_path / "older.ckpt", target)
 
 
 def test_a_frozen_target_in_the_tree_would_be_noticed(tiny: Any) -> None:
