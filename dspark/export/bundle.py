@@ -4,7 +4,8 @@
     model.safetensors  the state dict, draft vocabulary included; nothing of the target
     manifest.json      format, sha256 per tensor and file, drafter hash, target fingerprint, the caller's meta
     calibration.json   (written later) a confidence temperature per slot, the drafter hash they belong to, data hash
-The gate that holds the training module against the reloaded one is export/gate.py. Left out: formats of other engines.
+The gate that holds the training module against the reloaded one is export/gate.py; the formats of other engines are
+export/deepspec.py and export/speculators.py.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
 from dspark.contracts import DsparkError
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.model import Drafter
 from dspark.export.gate import check_parity
-from dspark.files import atomic_dir, atomic_write, canonical_json, read_json, sha256_file, sha256_json, tensor_hash
+from dspark.export.tensors import (
+    check_hashes,
+    check_shapes,
+    finite_state,
+    load_tensors,
+    save_tensors,
+    shapes,
+    tensor_hashes,
+)
+from dspark.files import atomic_dir, atomic_write, canonical_json, read_json, sha256_file, sha256_json
 
 __all__ = [
     "Bundle", "check_gamma", "check_parity", "check_target", "drafter_hash", "is_bundle", "load_bundle", "save_bundle",
@@ -48,7 +53,7 @@ class Bundle:
 
 def drafter_hash(drafter: Drafter) -> str:
     """sha256 hex over the config and every tensor. A calibration does not change it."""
-    return _hash(drafter.config, _tensor_hashes(drafter.state_dict()))
+    return _hash(drafter.config, tensor_hashes(drafter.state_dict()))
 
 
 def save_bundle(directory: str | Path, drafter: Drafter, meta: dict[str, Any] | None = None) -> str:
@@ -57,20 +62,12 @@ def save_bundle(directory: str | Path, drafter: Drafter, meta: dict[str, Any] | 
     A calibration that was there is gone: it belonged to other weights. Raises DsparkError when the place cannot be
     written or a weight is not finite.
     """
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-    for name, tensor in state.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise DsparkError(
-                f"export: expected finite weights, but {name} holds NaN or infinity. Did training diverge?"
-            )
-    hashes = _tensor_hashes(state)
+    state = finite_state(drafter)
+    hashes = tensor_hashes(state)
     identity = _hash(drafter.config, hashes)
     with atomic_dir(directory) as temporary:
         (temporary / CONFIG).write_text(canonical_json(drafter.config.to_dict()) + "\n", encoding="utf-8")
-        try:
-            save_file(state, temporary / WEIGHTS)
-        except (OSError, SafetensorError) as error:
-            raise DsparkError(f"{directory}: expected room for the weights, but got: {error}.") from error
+        save_tensors(temporary / WEIGHTS, state)
         manifest = {
             "format": FORMAT,
             "drafter_hash": identity,
@@ -144,9 +141,10 @@ def _load(directory: Path) -> tuple[Drafter, dict[str, Any]]:
     config = DrafterConfig.from_dict(read_json(directory / CONFIG, "drafter config"), str(directory / CONFIG))
     if _hash(config, manifest["tensors"]) != manifest["drafter_hash"]:
         raise DsparkError(f"{directory}: expected the config it was exported with, but {CONFIG} has been changed.")
-    state = _read_weights(directory / WEIGHTS)
+    state = load_tensors(directory / WEIGHTS)
     drafter = Drafter(config)
-    _check_tensors(directory / WEIGHTS, drafter.state_dict(), state, manifest["tensors"])
+    check_shapes(directory / WEIGHTS, shapes(drafter.state_dict()), state)
+    check_hashes(directory / WEIGHTS, state, manifest["tensors"])
     drafter.to(state["fc.weight"].dtype).load_state_dict(state, strict=True)
     return drafter, manifest
 
@@ -162,31 +160,6 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or any(k not in manifest for k in keys):
         raise DsparkError(f"{directory / MANIFEST}: expected format {FORMAT}. This is no draft model of ours.")
     return manifest
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise DsparkError(
-            f"{path}: expected a readable safetensors file, but got: {error}. Export it again."
-        ) from error
-
-
-def _check_tensors(where: Path, wanted: dict[str, Tensor], got: dict[str, Tensor], hashes: dict[str, str]) -> None:
-    missing, unexpected = sorted(wanted.keys() - got.keys()), sorted(got.keys() - wanted.keys())
-    if missing or unexpected:
-        raise DsparkError(
-            f"{where}: expected exactly the draft model's tensors, but missing: {', '.join(missing) or 'none'};"
-            f" unexpected: {', '.join(unexpected) or 'none'}. Export it again."
-        )
-    for name, tensor in got.items():
-        if tensor.shape != wanted[name].shape:
-            raise DsparkError(
-                f"{where}: expected {name} of shape {list(wanted[name].shape)}, but got {list(tensor.shape)}."
-            )
-        if tensor_hash(tensor) != hashes.get(name):
-            raise DsparkError(f"{where}: expected {name} as exported, but its bytes differ. Export it again.")
 
 
 def _read_calibration(directory: Path, drafter: Drafter, identity: str) -> dict[str, Any] | None:
@@ -207,10 +180,6 @@ def _read_calibration(directory: Path, drafter: Drafter, identity: str) -> dict[
         raise DsparkError(f"{path}: expected a list of temperatures, but got {temperatures!r}. Calibrate again.")
     drafter.confidence_head.set_temperatures(temperatures)
     return calibration
-
-
-def _tensor_hashes(state: dict[str, Tensor]) -> dict[str, str]:
-    return {name: tensor_hash(tensor) for name, tensor in state.items()}
 
 
 def _hash(config: DrafterConfig, tensors: dict[str, str]) -> str:

@@ -1,81 +1,112 @@
-"""Reads draft checkpoints in the DeepSpec layout (DSpark / DFlash for Qwen3): config.json + model.safetensors.
+"""Draft checkpoints in the flat layout of the DeepSpec reference (DSpark / DFlash with Qwen3 layers), both ways.
 
-The layout's config is a target config with draft fields in it; only the fields the draft layers follow are read, by
-name. It stores the target's embedding and LM head beside the draft weights; they are handed back apart, to be bound.
-Such drafts always predict from the anchor's slot (sample_from_anchor). Left out: writing the layout.
+One config.json (a Qwen3 config with the draft fields in it) and one model.safetensors: the draft model's own tensors
+under our names, and copies of the target's embedding and LM head, which the layout demands even where the target ties
+them. Such drafts always predict from the anchor's slot, over the whole vocabulary. The layout was read from the
+public repository's checkpoints; docs/formats.md says which keys are written and what was left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from dspark.contracts import DsparkError
 from dspark.drafter.config import DrafterConfig
-from dspark.files import read_json
+from dspark.drafter.model import Drafter
+from dspark.export.bundle import drafter_hash
+from dspark.export.folder import CONFIG, WEIGHTS, dtype_name, read_config, read_weights, write_folder
+from dspark.export.qwen3 import layer_keys, only, read_layers, take, unsayable
+from dspark.export.tensors import check_shapes, expected_shapes, finite_state
+from dspark.target.decoder import Target
 
+KIND = "deepspec"
 ARCHITECTURE = "Qwen3DSparkModel"
-_RENAMED = {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-}
-_SAME = (
-    "block_size", "mask_token_id", "target_layer_ids", "vocab_size", "hidden_size", "intermediate_size", "head_dim",
-    "num_target_layers", "rms_norm_eps", "markov_rank",
-)  # fmt: skip
+EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
+_NUM_ANCHORS = 512  # a setting of training that the reference asks for at load and never uses; its own default
+
+
+def refusals(config: DrafterConfig) -> list[str]:
+    """What of this draft model the layout cannot say."""
+    checks = (
+        (not config.sample_from_anchor, "sample_from_anchor false (slots always predict the token after them)"),
+        (config.draft_vocab_size > 0, f"draft_vocab_size {config.draft_vocab_size} (always the whole vocabulary)"),
+    )
+    return [*unsayable(config), *(text for holds, text in checks if holds)]
+
+
+def deepspec_keys(config: DrafterConfig, dtype: str, target: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json, every key. dtype: of the tensors. target: the target's own config.json."""
+    keys = {
+        **layer_keys(config, target),
+        "architectures": [ARCHITECTURE],
+        "block_size": config.block_size,
+        "dtype": dtype,
+        "enable_confidence_head": config.confidence_head,
+        "markov_rank": config.markov_rank,
+        "mask_token_id": config.mask_token_id,
+        "num_anchors": _NUM_ANCHORS,
+        "num_target_layers": config.num_target_layers,
+        "target_layer_ids": list(config.target_layer_ids),
+    }
+    if config.markov_rank:
+        keys["markov_head_type"] = config.markov_head
+    if config.confidence_head:
+        keys["confidence_head_with_markov"] = config.confidence_with_markov
+    return keys
+
+
+def write_deepspec(directory: str | Path, drafter: Drafter, target: Target, raw: Mapping[str, Any]) -> str:
+    """Writes `drafter`, which must have no refusals, and returns its hash. raw: the target's own config.json.
+
+    The target's embedding and LM head are stored in the draft model's dtype, in which it uses them.
+    """
+    state, identity = finite_state(drafter), drafter_hash(drafter)
+    for name, weight in ((EMBED, target.embed_weight), (HEAD, target.head_weight)):
+        state[name] = weight.detach().cpu().to(drafter.dtype, copy=True).contiguous()
+    keys = deepspec_keys(drafter.config, dtype_name(drafter), raw)
+    write_folder(Path(directory), KIND, keys, state, identity)
+    return identity
 
 
 def read_deepspec(directory: str | Path) -> tuple[DrafterConfig, dict[str, Tensor], Tensor, Tensor]:
     """Returns (config, the draft model's state dict, embedding [V,H], LM head [V,H]).
 
-    Raises DsparkError when a file or field is missing, or the checkpoint is of another kind.
+    Raises DsparkError when a file or field is missing, the checkpoint is of another kind, or a tensor is missing,
+    unexpected or of another shape.
     """
     directory = Path(directory)
-    config = deepspec_config(read_json(directory / "config.json", "DeepSpec draft config"))
-    try:
-        tensors = load_file(directory / "model.safetensors")
-    except OSError as error:
-        raise DsparkError(f"{directory}: expected model.safetensors of a draft model, but got: {error}.") from error
-    lent = [tensors.pop(name, None) for name in ("embed_tokens.weight", "lm_head.weight")]
-    if lent[0] is None or lent[1] is None:
-        raise DsparkError(f"{directory}: expected embed_tokens.weight and lm_head.weight, but one is missing.")
-    return config, tensors, lent[0], lent[1]
+    config = deepspec_config(read_config(directory), str(directory / CONFIG))
+    tensors = read_weights(directory)
+    lent = dict.fromkeys((EMBED, HEAD), (config.vocab_size, config.hidden_size))
+    check_shapes(directory / WEIGHTS, {**expected_shapes(config), **lent}, tensors)
+    embed, head = tensors.pop(EMBED), tensors.pop(HEAD)
+    return config, tensors, embed, head
 
 
-def deepspec_config(raw: dict[str, Any]) -> DrafterConfig:
+def deepspec_config(raw: dict[str, Any], where: str) -> DrafterConfig:
     """The layout's config.json -> DrafterConfig. Fields that do not concern the draft layers are not read."""
     if raw.get("architectures") != [ARCHITECTURE]:
         raise DsparkError(
-            f'DeepSpec draft config: expected architectures ["{ARCHITECTURE}"], but got {raw.get("architectures")}. '
+            f'{where}: expected architectures ["{ARCHITECTURE}"], but got {raw.get("architectures")}. '
             "Is this the target's own folder?"
         )
-    if raw.get("hidden_act", "silu") != "silu":
-        raise DsparkError(f"DeepSpec draft config: expected hidden_act silu, but got {raw['hidden_act']!r}.")
-    names = {**{name: name for name in _SAME}, **_RENAMED}
-    missing = sorted(theirs for theirs in names.values() if theirs not in raw)
-    if missing:
-        raise DsparkError(f"DeepSpec draft config: expected the fields {', '.join(missing)}, but they are absent.")
-    bias = bool(raw.get("attention_bias", False))
+    layers = read_layers(raw, where)
+    # Keys of vLLM's that the reference does not know; other values than these would be another draft model.
+    known = {"draft_vocab_size": layers["vocab_size"], "target_hidden_size": layers["hidden_size"]}
+    only(raw, {"sample_from_anchor": True, "dspark_draft_topk": None, **known}, where)
     return DrafterConfig(
-        **{ours: raw[theirs] for ours, theirs in names.items()},
+        **layers,
         sample_from_anchor=True,
-        rope_parameters=_rope(raw),
-        qk_norm=True,
-        attention_bias=bias,
-        attention_out_bias=bias,
-        markov_head=raw.get("markov_head_type", "vanilla"),
-        confidence_head=bool(raw.get("enable_confidence_head", False)),
-        confidence_with_markov=bool(raw.get("confidence_head_with_markov", False)),
+        block_size=take(raw, "block_size", int, where),
+        mask_token_id=take(raw, "mask_token_id", int, where),
+        target_layer_ids=tuple(take(raw, "target_layer_ids", list, where)),
+        num_target_layers=take(raw, "num_target_layers", int, where),
+        markov_rank=take(raw, "markov_rank", int, where),
+        markov_head=take(raw, "markov_head_type", str, where, "vanilla"),
+        confidence_head=take(raw, "enable_confidence_head", bool, where, False),
+        confidence_with_markov=take(raw, "confidence_head_with_markov", bool, where, False),
     )
-
-
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """Both schemas: rope_parameters, or a top-level rope_theta with an optional rope_scaling."""
-    scaling = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
-    if scaling.get("rope_theta") is None:
-        raise DsparkError("DeepSpec draft config: expected rope_parameters.rope_theta or rope_theta, but got neither.")
-    return {"rope_type": "default", **scaling}

@@ -1,19 +1,45 @@
 """The export gate: what training measured is what the draft loop will propose, bit for bit.
 
 The training module's whole-block pass (teacher forced) on given blocks is held against the reloaded draft model's
-slot-by-slot loop on the same tokens, both in the arithmetic of inference and the reloaded one's dtype.
+slot-by-slot loop on the same tokens, both in the arithmetic of inference and the reloaded one's dtype. Before that the
+reloaded one's config and tensors are compared, by hash.
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dspark.contracts import DsparkError
 from dspark.drafter.blocks import Blocks
+from dspark.drafter.config import DrafterConfig
 from dspark.drafter.model import Drafter
+from dspark.export.tensors import tensor_hashes
+
+
+def check_same(original: Drafter, reloaded: Drafter) -> int:
+    """Returns how many tensors were compared. Raises DsparkError, naming them, when a field of the config that drafting
+    reads, or a tensor, came back from disk as another one."""
+    wanted, got = _as_drafted(original.config).to_dict(), _as_drafted(reloaded.config).to_dict()
+    fields = [f"{name} {got[name]!r} instead of {value!r}" for name, value in wanted.items() if got[name] != value]
+    before, after = tensor_hashes(original.state_dict()), tensor_hashes(reloaded.state_dict())
+    tensors = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if fields or tensors:
+        raise DsparkError(
+            "export gate: expected the draft model back as it was written, but these differ: "
+            f"{', '.join([*fields, *tensors])}. Please report this."
+        )
+    return len(before)
+
+
+def _as_drafted(config: DrafterConfig) -> DrafterConfig:
+    """Without what only training reads (stop_gradient), what formats need not hold (the target's fingerprint), and the
+    kind of a head that is not there."""
+    kind = config.markov_head if config.markov_rank else "vanilla"
+    return replace(config, stop_gradient=False, target_fingerprint="", markov_head=kind)
 
 
 @torch.no_grad()

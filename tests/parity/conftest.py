@@ -38,8 +38,12 @@ class Case:
         drafter.load_state_dict(state, strict=True)
         return drafter.bind(embed, head)
 
+    @property
+    def target_path(self) -> Path:
+        return ORACLE / Path(self.meta["target"]).name
+
     def target(self):
-        return load_target(str(ORACLE / Path(self.meta["target"]).name), "float32")
+        return load_target(str(self.target_path), "float32")
 
     def features(self, layer_ids: tuple[int, ...]) -> torch.Tensor:
         """Features [2*96, n*H] of the packed rows: the recorded ones, or the target's where there are none."""
