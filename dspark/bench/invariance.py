@@ -1,13 +1,14 @@
 """Does a row's value change with the company it is computed in? Counted, for ours and for plain torch.
 
 Every operation of the target at the target's own weight shapes, and the whole target: the same rows are computed in a
-large batch and again in batches of other widths, permuted, in prompt chunks, and on other thread counts; a row counts
-as differing when one of its bits does. Plain torch must differ somewhere, or the sweep would prove nothing.
+large batch and again in batches of other widths, permuted, in prompt chunks, and on one thread and on one more than
+there are; a row counts as differing when one of its bits does. Where plain torch differs nowhere, the sweep says
+little: the total tells apart the comparisons of operations for which it does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +61,11 @@ def _count(name: str, target: Target, module: ModuleType) -> Counted:
     return _rowwise(compute, x if name == "log_softmax" else x.to(target.dtype))
 
 
+def discriminating(found: Mapping[str, Mapping[str, Counted]]) -> int:
+    """Comparisons of operations whose rows differ somewhere in plain torch: those that could have failed."""
+    return sum(both["ours"].compared for both in found.values() if both["plain"].differing)
+
+
 def _operations(target: Target, module: ModuleType) -> dict[str, tuple[int, Rowwise]]:
     """Row-wise operations: width of an input row, and what to do with [N, width]."""
     layer, config = target.layers[0], target.config
@@ -70,7 +76,8 @@ def _operations(target: Target, module: ModuleType) -> dict[str, tuple[int, Roww
         "linear down": layer.down, "linear head": target.head_weight,
     }  # fmt: skip
     found: dict[str, tuple[int, Rowwise]] = {
-        f"{name} {w.shape[0]}x{w.shape[1]}": (w.shape[1], partial(_linear, module, w)) for name, w in weights.items()
+        f"{name} {w.shape[0]}x{w.shape[1]}": (w.shape[1], partial(_linear, module, w, name == "linear head"))
+        for name, w in weights.items()
     }
 
     def rotated(x: Tensor) -> Tensor:
@@ -86,18 +93,19 @@ def _operations(target: Target, module: ModuleType) -> dict[str, tuple[int, Roww
     return found
 
 
-def _linear(module: ModuleType, weight: Tensor, x: Tensor) -> Tensor:
-    return module.linear(x, weight)
+def _linear(module: ModuleType, weight: Tensor, to_fp32: bool, x: Tensor) -> Tensor:
+    return module.linear(x, weight, out_dtype=torch.float32 if to_fp32 else None)
 
 
 def _rowwise(compute: Rowwise, x: Tensor) -> Counted:
-    """Other widths (from the front and from the back), a permutation, and one thread, against the whole batch."""
+    """Other widths (from the front and from the back), a permutation, and other thread counts, against the whole."""
     whole = compute(x)
     pairs = [(compute(x[:w]), whole[:w]) for w in WIDTHS] + [(compute(x[-w:].contiguous()), whole[-w:]) for w in WIDTHS]
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(2))
     pairs.append((compute(x[order].contiguous()), whole[order]))
-    with threads(1):
-        pairs.append((compute(x), whole))
+    for count in (1, torch.get_num_threads() + 1):
+        with threads(count):
+            pairs.append((compute(x), whole))
     return _tally(pairs)
 
 
@@ -148,8 +156,12 @@ def _through(target: Target, sequences: list[Tensor], size: int) -> list[Tensor]
 
 
 def _tally(pairs: list[tuple[Tensor, Tensor]]) -> Counted:
-    differing = sum(int((a != b).any(-1).sum()) for a, b in pairs)
+    differing = sum(int((_bits(a) != _bits(b)).any(-1).sum()) for a, b in pairs)
     return Counted(sum(len(a) for a, _ in pairs), differing)
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.contiguous().view({2: torch.int16, 4: torch.int32}[t.element_size()])
 
 
 @contextmanager

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from dspark.bench import plain
+from dspark.contracts import DsparkError
 from dspark.target.cache import KVCache
 from dspark.target.decoder import Target
 
 ROWS = (1, 8, 32, 128)
+REPEATS = 7
 CONTEXT = 128  # cached tokens per decoding sequence
+AGREE = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # largest difference of a logit over the largest logit
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +40,46 @@ class Tax:
 
 
 def tax(
-    target: Target, rows: tuple[int, ...] = ROWS, repeats: int = 9, on_step: Callable[[str], None] = lambda _: None
+    target: Target,
+    rows: tuple[int, ...] = ROWS,
+    repeats: int = REPEATS,
+    on_step: Callable[[str], None] = lambda _: None,
 ) -> list[Tax]:
-    """Decode and prefill at every row count."""
+    """Decode and prefill at every row count. Raises DsparkError when the two sides' logits do not agree: no speed is
+    reported of something that is wrong."""
     found = []
     for kind, passes in (("decode", _decode), ("prefill", _prefill)):
         for count in rows:
             on_step(f"{kind} {count}")
-            found.append(_compare(kind, count, passes(target, count), passes(_plain(target), count), repeats))
+            sides = passes(target, count), passes(target.remade(operations=plain), count)
+            found.append(_compare(kind, count, *sides, repeats, target.dtype))
     return found
-
-
-def _plain(target: Target) -> Target:
-    return target.remade(operations=plain)
 
 
 Pass = Callable[[], Tensor]
 
 
-def _compare(kind: str, rows: int, ours: Pass, theirs: Pass, repeats: int) -> Tax:
+def _compare(kind: str, rows: int, ours: Pass, theirs: Pass, repeats: int, dtype: torch.dtype) -> Tax:
     with torch.inference_mode():
         a, b = ours(), theirs()
         difference = float((a - b).abs().max() / b.abs().max())
-        times = [(_timed(ours), _timed(theirs)) for _ in range(repeats)]
+        if not difference <= AGREE[dtype]:
+            raise DsparkError(
+                f"bench tax: expected the logits of {kind} with {rows} rows to agree within {AGREE[dtype]} of the "
+                f"largest, but they differ by {difference}. One side computes something else."
+            )
+        times = [_both(ours, theirs, turn % 2 == 1) for turn in range(repeats)]
     ratios = [mine / other for mine, other in times]
     mine, other = (statistics.median(t[i] for t in times) * 1000 for i in (0, 1))
     return Tax(kind, rows, mine, other, (min(ratios), statistics.median(ratios), max(ratios)), difference)
+
+
+def _both(ours: Pass, theirs: Pass, swap: bool) -> tuple[float, float]:
+    """Seconds of each, the second one first when swapped."""
+    if swap:
+        other = _timed(theirs)
+        return _timed(ours), other
+    return _timed(ours), _timed(theirs)
 
 
 def _timed(run: Pass) -> float:

@@ -12,7 +12,7 @@ from dspark.ops.attention import attention
 from dspark.ops.cpu.linear import forget
 from dspark.ops.linear import linear
 from dspark.ops.rows import add_rms_norm, rms_norm, rotary, silu_mul
-from dspark.ops.sampling import gumbel_argmax, log_of, log_softmax, raw_logprob, shape_probs, uniform
+from dspark.ops.sampling import gumbel_argmax, law_logprob, log_of, log_softmax, raw_logprob, shape_probs, uniform
 from dspark.ops.selftest import fingerprint, self_test
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "fingerprint",
     "forget",
     "gumbel_argmax",
+    "law_logprob",
     "linear",
     "log_of",
     "log_softmax",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dspark.ops.backend import backend, recording
-from dspark.ops.linear import wide
+from dspark.ops.linear import plain_backward, wide
 
 QUERIES = 64  # per step of the gradient: bounds its memory
 
@@ -59,6 +59,7 @@ class _Attention(torch.autograd.Function):
         return backend(q).attention(q, k, v, begin, end, scale, k2, v2, begin2, end2)
 
     @staticmethod
+    @plain_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, begin, end, k2, v2, begin2, end2 = ctx.saved_tensors
         dtype = wide(q.dtype)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dspark.ops.backend import backend, recording
 
@@ -27,6 +30,19 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def plain_backward(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward of a Function: differentiable once (a second derivative is an error, never silently wrong), and
+    outside autocast, which would compute it in bf16."""
+
+    @once_differentiable
+    @functools.wraps(formula)
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.autocast(gradients[0].device.type, enabled=False):
+            return formula(ctx, *gradients)
+
+    return backward
+
+
 class _Linear(torch.autograd.Function):
     """dx = dy W, dW = dy^T x, db = sum of dy over rows, in fp32 and rounded once. Only the forward is row-invariant."""
 
@@ -36,6 +52,7 @@ class _Linear(torch.autograd.Function):
         return backend(x).linear(x, weight, bias, out_dtype)
 
     @staticmethod
+    @plain_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]

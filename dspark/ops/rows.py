@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dspark.ops.backend import backend, recording
-from dspark.ops.linear import wide
+from dspark.ops.linear import plain_backward, wide
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -69,6 +69,7 @@ class _RMSNorm(torch.autograd.Function):
         return backend(x).rms_norm(x, weight, eps)
 
     @staticmethod
+    @plain_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx, dweight = _norm_gradients(dy, x, weight, ctx.eps)
@@ -86,6 +87,7 @@ class _AddRMSNorm(torch.autograd.Function):
         return normed, total
 
     @staticmethod
+    @plain_backward
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         total, weight = ctx.saved_tensors
         dx, dweight = _norm_gradients(dy, total, weight, ctx.eps)
@@ -102,6 +104,7 @@ class _Rotary(torch.autograd.Function):
         return backend(x).rotary(x, cos, sin)
 
     @staticmethod
+    @plain_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return backend(dy).rotary(dy.contiguous(), cos, -sin), None, None
@@ -116,6 +119,7 @@ class _SiluMul(torch.autograd.Function):
         return backend(gate_up).silu_mul(gate_up)
 
     @staticmethod
+    @plain_backward
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         dtype = wide(gate_up.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from dspark.contracts import DsparkError
 from dspark.ops.attention import attention
 from dspark.ops.cpu.native import lib, threads
 from dspark.ops.linear import linear
-from dspark.ops.rows import rms_norm, silu_mul
-from dspark.ops.sampling import raw_logprob
+from dspark.ops.rows import add_rms_norm, rms_norm, rotary, silu_mul
+from dspark.ops.sampling import gumbel_argmax, log_of, log_softmax, raw_logprob, shape_probs
 
-ROW_COUNTS = (1, 2, 5, 6, 7, 13, 32)
+ROW_COUNTS = (1, 2, 5, 6, 7, 13)  # of a call
+ROWS = 32  # of the call they are compared with
 
 
 def fingerprint() -> dict[str, Any]:
@@ -35,59 +36,88 @@ def fingerprint() -> dict[str, Any]:
 
 
 def self_test(weights: Mapping[str, Tensor], heads: tuple[int, int, int]) -> int:
-    """Compares rows computed alone and in batches, for every weight [O, I] given (one per shape is enough), for
-    attention with heads (query heads, key heads, head size), and for the row-wise operations at the weights' widths.
+    """Compares rows computed alone and in batches, for every operation: matrix products with each weight [O, I] given
+    (one of each shape is enough), attention and rotary with heads (query heads, key heads, head size), norms and the
+    gated activation at the weights' widths, laws, draws and log-probabilities over the widest weight's columns.
 
-    Returns the number of rows compared; some 0.1 s for a small model, most of it for a vocabulary-wide head. Raises
+    Returns the number of rows compared; some 0.3 s for a small model, most of it for a vocabulary-wide head. Raises
     DsparkError naming the first operation and shape whose bits change.
     """
+    shapes = {tuple(w.shape): (name, w) for name, w in weights.items()}
+    dtype = next(iter(weights.values())).dtype
     with torch.inference_mode():
-        compared = _check_attention(*heads, next(iter(weights.values())).dtype)
-        for name, weight in {tuple(w.shape): (name, w) for name, w in weights.items()}.values():
-            compared += _check_linear(name, weight)
-        for width in {w.shape[1] for w in weights.values()}:
-            compared += _check_rows(width, next(iter(weights.values())).dtype)
-    return compared
+        checks = [
+            *(_linear_check(name, weight) for name, weight in shapes.values()),
+            *(check for width in {i for _, i in shapes} for check in _row_checks(width, dtype)),
+            *_head_checks(*heads, dtype), *_law_checks(max(o for o, _ in shapes)),
+        ]  # fmt: skip
+        return sum(_compare(what, compute, rows) for what, compute, rows in checks)
 
 
-def _draw(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+Check = tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]  # what it is, the operation, its inputs with a row each
+
+
+def _draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def _check_linear(name: str, weight: Tensor) -> int:
-    x = _draw((max(ROW_COUNTS), weight.shape[1]), weight.dtype)
-    whole = linear(x, weight, out_dtype=torch.float32)
+def _linear_check(name: str, weight: Tensor) -> Check:
+    o, i = weight.shape
+    bias = _draw(o, dtype=weight.dtype)
+    what = f"linear {name} {o}x{i} {weight.dtype}"
+    return what, lambda x: linear(x, weight, bias, torch.float32), (_draw(ROWS, i, dtype=weight.dtype),)
+
+
+def _row_checks(width: int, dtype: torch.dtype) -> list[Check]:
+    x, norm = _draw(ROWS, width, dtype=dtype), _draw(width, dtype=dtype)
+    return [
+        (f"rms_norm of {width} {dtype}", lambda x: rms_norm(x, norm, 1e-5), (x,)),
+        (f"add_rms_norm of {width} {dtype}", lambda a, b: torch.cat(add_rms_norm(a, b, norm, 1e-5)), (x, x.flip(0))),
+        (f"silu_mul of {width} {dtype}", silu_mul, (_draw(ROWS, 2 * width, dtype=dtype),)),
+    ]
+
+
+def _head_checks(heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> list[Check]:
+    """Attention of a window and of a whole context, with a second range beside it; keys of 300 rows."""
+    q, angle = _draw(ROWS, heads, d, dtype=dtype), _draw(ROWS, d // 2)
+    k, v = _draw(300, kv_heads, d, dtype=dtype), _draw(300, kv_heads, d, dtype=dtype).flip(0)
+    end = torch.arange(ROWS) * 9 + 1
+    begin, own = torch.where(torch.arange(ROWS) % 2 == 0, 0, (end - 20).clamp_min(0)), torch.arange(ROWS)
+    what = f"{heads}/{kv_heads} heads of {d} {dtype}"
+
+    def attend(q: Tensor, begin: Tensor, end: Tensor, own: Tensor) -> Tensor:
+        return attention(q, k, v, begin, end, 0.125, k, v, own, own + 5)
+
+    return [
+        (f"attention {what}", attend, (q, begin, end, own)),
+        (f"rotary {what}", rotary, (q, angle.cos().contiguous(), angle.sin().contiguous())),
+    ]
+
+
+def _law_checks(columns: int) -> list[Check]:
+    logits, keys = 3 * _draw(ROWS, columns), torch.arange(ROWS)
+    heat, top_k, top_p, min_p = torch.ones(ROWS), keys % 3 * 20, 1.0 - 0.1 * (keys % 2), torch.zeros(ROWS)
+    probs = logits.softmax(-1)
+    over = f"over {columns} columns"
+    return [
+        (f"shape_probs {over}", shape_probs, (logits, heat, top_k, top_p, min_p)),
+        (f"gumbel_argmax {over}", lambda p, s: gumbel_argmax(p, s, 0, s), (probs, keys)),
+        (f"log_of {over}", log_of, (probs, keys % columns)),
+        (f"log_softmax {over}", log_softmax, (logits,)),
+        (f"raw_logprob {over}", raw_logprob, (logits, keys % columns)),
+    ]
+
+
+def _compare(what: str, compute: Callable[..., Tensor], rows: tuple[Tensor, ...]) -> int:
+    """Rows compared: the first and last n in calls of their own against one call of all."""
+    whole = compute(*rows).unflatten(0, (-1, ROWS))  # an operation of two results has two blocks of rows
     for n in ROW_COUNTS:
-        what = f"linear {name} {weight.shape[0]}x{weight.shape[1]} {weight.dtype} with {n} rows"
-        _compare(what, linear(x[-n:].contiguous(), weight, out_dtype=torch.float32), whole[-n:])
-    _compare(f"raw_logprob over {weight.shape[0]} columns", _last_logprob(whole[-1:]), _last_logprob(whole)[-1:])
-    return sum(ROW_COUNTS) + 1
-
-
-def _last_logprob(logits: Tensor) -> Tensor:
-    return raw_logprob(logits, torch.zeros(len(logits), dtype=torch.int64))
-
-
-def _check_rows(width: int, dtype: torch.dtype) -> int:
-    x, norm = _draw((9, 2 * width), dtype), _draw((2 * width,), dtype)
-    _compare(f"rms_norm of {2 * width} {dtype}", rms_norm(x[4:5], norm, 1e-5), rms_norm(x, norm, 1e-5)[4:5])
-    _compare(f"silu_mul of {width} {dtype}", silu_mul(x[4:5]), silu_mul(x)[4:5])
-    return 2
-
-
-def _check_attention(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    q, k, v = (_draw((40, h, head_dim), dtype) for h in (heads, kv_heads, kv_heads))
-    begin, end = torch.zeros(40, dtype=torch.int64), torch.arange(1, 41)
-    whole = attention(q, k, v, begin, end, 0.125)
-    for n in (0, 7, 39):
-        alone = attention(q[n : n + 1], k, v, begin[n : n + 1], end[n : n + 1], 0.125)
-        _compare(f"attention {heads}/{kv_heads} heads of {head_dim} {dtype}, query {n}", alone, whole[n : n + 1])
-    return 3
-
-
-def _compare(what: str, got: Tensor, expected: Tensor) -> None:
-    if not torch.equal(got, expected):
-        raise DsparkError(
-            f"self-test: expected {what} to give the same bits alone and in a batch, but they differ. Reproducible "
-            "rollouts cannot be promised on this machine; report it with the output of `dspark doctor`."
-        )
+        for part in (slice(0, n), slice(ROWS - n, ROWS)):
+            got = compute(*(t[part].contiguous() for t in rows)).unflatten(0, (-1, n))
+            if not torch.equal(got, whole[:, part]):
+                raise DsparkError(
+                    f"self-test: expected {what} to give the same bits in a call of {n} rows and in one of {ROWS}, but "
+                    "they differ. Reproducible rollouts cannot be promised on this machine; report it with the output "
+                    "of `dspark doctor`."
+                )
+    return 2 * sum(ROW_COUNTS)

@@ -1,7 +1,8 @@
 """A target whose weights are trained. The runner and the trainer read the same memory, through the same operations.
 
-``Engine(policy.target)`` generates with the current weights at any time, without a copy; ``policy.logprobs`` gives the
-bits that the engine recorded, with gradients. Left out on purpose: losses, rewards and the loop around them.
+``Engine(policy.target)`` generates with the current weights at any time (packed copies are made anew after a step);
+``policy.logprobs`` gives the bits that the engine recorded, with gradients. copy.deepcopy gives a reference or an
+average. Left out on purpose: losses, rewards and the loop around them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dspark import ops
-from dspark.contracts import SamplingParams
+from dspark.contracts import DsparkError, SamplingParams
 from dspark.runner.verify import SamplingRows
 from dspark.target.decoder import Target
 
@@ -29,12 +29,17 @@ class Finished(NamedTuple):
 def score(target: Target, sequences: Sequence[Finished]) -> tuple[Tensor, Tensor]:
     """(logprobs, raw_logprobs), both [sum of response lengths] fp32, responses one after the other: of the sampling law
     (after temperature and truncation) and of the softmax at temperature 1. Differentiable where the target's weights
-    are. A token outside the kept support has logprob -inf."""
-    tokens = torch.tensor([token for s in sequences for token in s.response_ids], dtype=torch.int64)
+    are. A token outside the kept support has logprob -inf and no gradient. Raises DsparkError for an empty prompt."""
+    if not all(len(s.prompt_ids) for s in sequences):
+        raise DsparkError("score: expected a prompt of at least one token with every sequence, but got an empty one.")
+    sequences = [s for s in sequences if len(s.response_ids)]
+    if not sequences:
+        return torch.zeros(0), torch.zeros(0)
+    tokens = torch.tensor([token for s in sequences for token in s.response_ids])
     inputs = [torch.tensor([*s.prompt_ids, *s.response_ids][:-1]) for s in sequences]
     hidden, _, offsets = target.forward_sequences(inputs)
     starts = offsets[:-1] + torch.tensor([len(s.prompt_ids) - 1 for s in sequences])
     rows = torch.cat([torch.arange(a, b) for a, b in zip(starts.tolist(), offsets[1:].tolist(), strict=True)])
     logits = target.logits(hidden[rows])
     laws = SamplingRows.of([s.params for s in sequences]).repeat(torch.tensor([len(s.response_ids) for s in sequences]))
-    return ops.log_of(laws.shape(logits), tokens), ops.raw_logprob(logits, tokens)
+    return laws.logprob(logits, tokens), ops.raw_logprob(logits, tokens)

@@ -50,6 +50,10 @@ class SamplingRows:
         """logits [N,V] fp32 -> the sampling law [N,V] fp32, zeros off its support."""
         return ops.shape_probs(logits, self.temperature, self.top_k, self.top_p, self.min_p)
 
+    def logprob(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """ln of the law's entry at tokens [N] -> [N] fp32."""
+        return ops.law_logprob(logits, tokens, self.temperature, self.top_k, self.top_p, self.min_p)
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

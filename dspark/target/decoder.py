@@ -13,6 +13,7 @@ Left out on purpose: padding, attention masks, per-request work inside the layer
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import ModuleType
@@ -44,11 +45,11 @@ class Target:
         eos_ids: Sequence[int] = (),
         operations: ModuleType = ops,
     ):
-        self.config, self.name, self.eos_ids, self.ops = config, name, tuple(eos_ids), operations
+        self.config, self.name, self.eos_ids = config, name, tuple(eos_ids)
+        self._operations = operations.__name__  # a name, so that a target can be copied
         self._tensors = dict(tensors)
         self.embed_weight = self._tensors["embed"]
         self.head_weight = self._tensors.get("head", self.embed_weight)
-        self.dtype = self.embed_weight.dtype
         self.layers = [layer_of(self._tensors, i) for i in range(config.num_layers)]
         self.final_norm = self._tensors["norm"]
         self._rope = RopeTable(config.rope, config.head_dim)
@@ -59,6 +60,14 @@ class Target:
         """This target with every tensor passed through change(name, tensor), or with other operations."""
         tensors = {name: change(name, tensor) if change else tensor for name, tensor in self._tensors.items()}
         return Target(self.config, tensors, self.name, self.eos_ids, operations or self.ops)
+
+    @property
+    def ops(self) -> ModuleType:
+        return sys.modules[self._operations]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_weight.dtype
 
     @property
     def num_layers(self) -> int:
@@ -72,9 +81,16 @@ class Target:
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """sha256 hex over config and weights as used: two targets with the same one compute the same bits here."""
+        """sha256 hex over config and weights as used: two targets with the same one compute the same bits here. Weights
+        that are trained are hashed at every call."""
+        if any(tensor.requires_grad for tensor in self._tensors.values()):
+            return fingerprint(self.config, self._tensors)
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         return fingerprint(self.config, self._tensors)
 
     @cached_property

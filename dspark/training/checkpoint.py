@@ -88,7 +88,8 @@ def _checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise DsparkError(f"{path}: expected a checkpoint of DrafterModule, but it cannot be read as one.") from error
     if HASHES_KEY not in saved:
         raise DsparkError(
-            f"{path}: expected a hash for every tensor, but got a checkpoint written before they were kept. Train it again."
+            f"{path}: expected a hash for every tensor, but got a checkpoint written before they were kept. "
+            "Train it again."
         )
     tensors = {name: t for name, t in state.items() if name.startswith(PREFIX)}
     _check_hashes(path, tensors, saved[HASHES_KEY])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 
 from dspark import cli, ops
 from dspark.bench import plain
-from dspark.bench.invariance import WIDTHS, sweep
+from dspark.bench.invariance import WIDTHS, Counted, _tally, sweep
 from dspark.bench.tax import tax
+from dspark.contracts import DsparkError
 from dspark.target.decoder import Target
 from dspark.target.families import read_config
 from dspark.target.weights import random_weights
@@ -48,11 +50,25 @@ def test_none_of_ours_differ(dtype: torch.dtype) -> None:
 
 def test_an_operation_that_looks_at_the_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [name for name in dir(plain) if not name.startswith("_")]
-    mixing = SimpleNamespace(**{name: getattr(plain, name) for name in names})
+    mixing = ModuleType("mixing")
+    vars(mixing).update({name: getattr(plain, name) for name in names})
     mixing.silu_mul = lambda x: ops.silu_mul(x) + len(x) * 1e-3
+    monkeypatch.setitem(sys.modules, "mixing", mixing)
     monkeypatch.setattr("dspark.bench.invariance.plain", mixing)
     counted = sweep(make(torch.float32))["silu_mul"]["plain"]
-    assert counted.differing == 2 * sum(w for w in WIDTHS), "every width but the permutation and the thread count"
+    assert counted.differing == 2 * sum(w for w in WIDTHS), "every width but the permutation and the thread counts"
+
+
+def test_every_bit_counts() -> None:
+    zero, one = torch.zeros(3, 2), torch.ones(3, 2)
+    assert _tally([(zero, -zero), (one, one.clone())]) == Counted(6, 3), "-0 is not 0"
+    assert _tally([(one.bfloat16(), torch.nextafter(one, 2 * one).bfloat16())]) == Counted(3, 0)
+
+
+def test_tax_refuses_to_time_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "silu_mul", lambda x: ops.silu_mul(x) * torch.nan)
+    with pytest.raises(DsparkError, match="decode with 1 rows to agree"):
+        tax(make(torch.float32), rows=(1,), repeats=1)
 
 
 def ranges(*pairs: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,11 +129,9 @@ def test_doctor(checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch
     assert cli.main(["doctor", "--target", checkpoint]) == 0
     page = capsys.readouterr().out
     assert "0 differ" in " ".join(page.split()) and "FAILED" not in page and max(map(len, page.splitlines())) <= 80
-    import sys
-
     selftest = sys.modules["dspark.ops.selftest"]
     honest = selftest.linear
-    monkeypatch.setattr(selftest, "linear", lambda x, w, **kw: honest(x, w, **kw) + (len(x) > 1))
+    monkeypatch.setattr(selftest, "linear", lambda x, *rest: honest(x, *rest) + len(x))
     assert cli.main(["doctor", "--target", checkpoint, "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["bfloat16"][0] is False and "linear" in told["bfloat16"][1]

@@ -16,9 +16,10 @@ BEGIN = torch.tensor([0, 0, 0, 2, 3, 4])
 END = torch.tensor([1, 2, 3, 5, 4, 4])  # a window, and a query without any key
 BEGIN2, END2 = torch.tensor([0, 0, 1, 1, 1, 3]), torch.tensor([3, 3, 3, 2, 1, 3])
 IDS = torch.tensor([1, 0, 6])
+KEPT = torch.tensor([4, 5, 3])  # inside the support of the rows below
 HEAT, TOP_K = torch.tensor([0.7, 1.0, 2.0]), torch.tensor([0, 4, 0])
 TOP_P, MIN_P = torch.tensor([1.0, 1.0, 0.6]), torch.tensor([0.0, 0.0, 0.01])
-COS, SIN = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.randn(6, 4)
+COS, SIN = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(1))
 
 Case = tuple[Callable[..., Tensor | tuple[Tensor, ...]], list[tuple[int, ...]]]
 CASES: dict[str, Case] = {
@@ -37,9 +38,10 @@ CASES: dict[str, Case] = {
     "log_softmax": (ops.log_softmax, [(3, 7)]),
     "raw_logprob": (lambda x: ops.raw_logprob(x, IDS), [(3, 7)]),
     "shape_probs": (lambda x: ops.shape_probs(x, HEAT, TOP_K, TOP_P, MIN_P), [(3, 7)]),
+    "law_logprob": (lambda x: ops.law_logprob(x, KEPT, HEAT, TOP_K, TOP_P, MIN_P), [(3, 7)]),
     "log_of": (lambda x: ops.log_of(x.abs() + 0.1, IDS), [(3, 7)]),
 }
-LOGITS = {"log_softmax", "raw_logprob", "shape_probs", "log_of"}  # fp32 only
+LOGITS = {"log_softmax", "raw_logprob", "shape_probs", "law_logprob", "log_of"}  # fp32 only
 every = pytest.mark.parametrize("name", CASES)
 
 
@@ -136,3 +138,28 @@ def test_drawing_has_no_gradient() -> None:
     seeds = torch.arange(2)
     with pytest.raises(DsparkError, match="no_grad"):
         ops.gumbel_argmax(probs, seeds, 0, seeds)
+
+
+def test_a_laws_logprob_equals_its_two_steps_and_never_divides_by_p() -> None:
+    logits = torch.tensor([[0.0, -18.0, -1.0], [0.0, 1.0, 2.0]]).requires_grad_()
+    law = (torch.full((2,), 0.2), torch.tensor([0, 1]), torch.ones(2), torch.zeros(2))
+    ids = torch.tensor([1, 0])  # p = e^-90, and a token that top-k 1 cuts off
+    got = ops.law_logprob(logits, ids, *law)
+    assert torch.equal(got, ops.log_of(ops.shape_probs(logits, *law), ids))
+    assert got[0] < -80 and got[1] == -torch.inf
+    (gradient,) = torch.autograd.grad(got[:1].sum(), logits)
+    torch.testing.assert_close(gradient[0], (torch.tensor([0.0, 1.0, 0.0]) - (logits[0] / 0.2).softmax(-1)) / 0.2)
+    assert not gradient[1].any()
+    (gradient,) = torch.autograd.grad(ops.log_of(ops.shape_probs(logits, *law), ids)[1:].sum(), logits)
+    assert not gradient.any(), "no gradient, and no NaN, from a token outside the support"
+
+
+def test_a_second_derivative_is_an_error_and_autocast_changes_nothing() -> None:
+    x, weight = torch.randn(3, 8).requires_grad_(), torch.randn(4, 8).requires_grad_()
+    (first,) = torch.autograd.grad(ops.linear(x, weight).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+    plain = torch.autograd.grad(ops.linear(x, weight).square().sum(), (x, weight))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = torch.autograd.grad(ops.linear(x, weight).square().sum(), (x, weight))
+    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))

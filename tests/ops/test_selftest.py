@@ -25,12 +25,16 @@ def test_passes_here(dtype: torch.dtype) -> None:
     assert ops.self_test(weights(dtype), HEADS) > 100
 
 
-@pytest.mark.parametrize("op", ["linear", "attention", "rms_norm", "silu_mul", "raw_logprob"])
-def test_an_operation_that_mixes_rows_is_named(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+NOT_ROWWISE = {"fingerprint", "forget", "self_test", "uniform", "law_logprob"}  # uniform: one word a row, no reduction
+
+
+@pytest.mark.parametrize("op", sorted(set(ops.__all__) - NOT_ROWWISE))
+def test_an_operation_that_looks_at_the_batch_is_named(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = getattr(selftest, op)
 
-    def mixed(x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return honest(x, *args, **kwargs) + (len(x) > 1) * 1e-3
+    def mixed(x: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
+        out = honest(x, *args, **kwargs)
+        return tuple(o + len(x) for o in out) if isinstance(out, tuple) else out + len(x)
 
     monkeypatch.setattr(selftest, op, mixed)
     with pytest.raises(DsparkError, match=rf"self-test: expected {op} .* same bits .*doctor"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dspark.contracts import Completion, Request, SamplingParams
+from dspark.contracts import Completion, DsparkError, Request, SamplingParams
 from dspark.rl.policy import Policy
 from dspark.runner import Engine, EngineOptions
 from dspark.runner.score import Finished
@@ -121,3 +122,55 @@ def test_gradients_equal_plain_autograd_in_fp64() -> None:
         weight.add_(direction, alpha=-2 * step)
         below = loss()
     torch.testing.assert_close((gradient * direction).sum(), (above - below) / (2 * step), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_small_steps_reach_the_runner(fused: bool) -> None:
+    """A fused optimizer writes without torch's version counter, and at RL's rates most bf16 weights do not move."""
+    sizes = {**SIZES, "hidden_size": 288, "intermediate_size": 288, "architectures": ["LlamaForCausalLM"]}
+    config = read_config(sizes)
+    policy = Policy(Target(config, random_weights(config, 3, torch.bfloat16, scale=0.05)))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=fused)
+    asked = requests(97)
+    for _ in range(3):
+        assert_equal_bits(policy, asked, sampled(policy.target, asked)).sum().backward()
+        optimizer.step()
+    again = Policy(policy.target)  # fresh tensors, packed anew
+    assert [c.raw_logprobs for c in sampled(policy.target, asked)] == [
+        c.raw_logprobs for c in sampled(again.target, asked)
+    ]
+
+
+def test_a_copy_is_a_policy_of_its_own_and_the_fingerprint_follows_the_weights() -> None:
+    policy = Policy(tiny("Qwen2", torch.float32))
+    before, reference = policy.target.fingerprint, copy.deepcopy(policy)
+    assert before == reference.target.fingerprint == tiny("Qwen2", torch.float32).fingerprint
+    with torch.no_grad():
+        policy.weights["norm"].mul_(1.5)
+    assert policy.target.fingerprint != before == reference.target.fingerprint
+    asked = requests(97)
+    assert [c.raw_logprobs for c in sampled(policy.target, asked)] != [
+        c.raw_logprobs for c in sampled(reference.target, asked)
+    ]
+    assert reference.target.embed_weight is reference.weights["embed"]
+    assert_equal_bits(reference.bfloat16(), asked, sampled(reference.target, asked))
+
+
+def test_a_token_outside_the_support_has_no_gradient_and_spoils_none() -> None:
+    policy = Policy(tiny("Llama", torch.float32))
+    law = SamplingParams(temperature=0.5, top_k=2)
+    logprobs, _ = policy.logprobs([Finished([5, 9], list(range(3, 40)), law)])
+    outside = logprobs.isinf()
+    assert outside.any() and not outside.all()
+    (-logprobs[~outside].sum()).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in policy.parameters())
+
+
+def test_empty_prompts_are_refused_and_empty_responses_give_nothing() -> None:
+    policy = Policy(tiny("Llama", torch.float32))
+    law, whole = SamplingParams(), Finished([5, 9], [3, 8], SamplingParams())
+    with pytest.raises(DsparkError, match="prompt of at least one token"):
+        policy.logprobs([whole, Finished([], [3], law)])
+    expected = policy.logprobs([whole])[0]
+    assert torch.equal(policy.logprobs([Finished([5], [], law), whole])[0], expected)
+    assert policy.logprobs([Finished([5], [], law)])[0].shape == policy.logprobs([])[1].shape == (0,)

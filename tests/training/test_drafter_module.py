@@ -180,7 +180,7 @@ def test_a_checkpoint_of_another_target_is_refused(tiny: Any, target: Any, data_
     trainer, _ = fit(tiny, tiny.make_module(), data_dir, tmp_path, 1, limit_val_batches=0)
     trainer.save_checkpoint(tmp_path / "d.ckpt")
     other = tiny.make_target()
-    other.__dict__["fingerprint"] = "f" * 64
+    other.__dict__["_fingerprint"] = "f" * 64
     with pytest.raises(DsparkError, match="trained for"):
         load_drafter(tmp_path / "d.ckpt", other)
     with pytest.raises(DsparkError, match="expected"):

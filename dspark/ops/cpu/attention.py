@@ -13,6 +13,8 @@ MAX_GROUP = 256
 
 def _check_keys(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor) -> None:
     check("attention", q, k, v, begin, end)
+    if q.dim() != 3:
+        refuse("attention", "q [N, Hq, D]", tuple(q.shape))
     d = q.shape[2]
     if k.dim() != 3 or k.shape != v.shape or k.shape[2] != d or not k.dtype == v.dtype == q.dtype:
         got = f"{tuple(k.shape)} and {tuple(v.shape)} of {k.dtype}"
@@ -38,14 +40,13 @@ def attention(
     _check_keys(q, k, v, begin, end)
     n, hq, d = q.shape
     hkv = k.shape[1]
-    if hq % hkv or d > MAX_HEAD_SIZE or hq // hkv > MAX_GROUP:
+    if not hkv or hq % hkv or d > MAX_HEAD_SIZE or hq // hkv > MAX_GROUP:
         refuse("attention", "Hq divisible by Hkv, D <= 1024, Hq / Hkv <= 256", f"Hq {hq}, Hkv {hkv}, D {d}")
     second: tuple[int | None, ...] = (None, None, None, None)
     t2 = 0
     if k2 is not None:
-        assert v2 is not None, "k2 comes with v2, begin2 and end2"
-        assert begin2 is not None, "k2 comes with v2, begin2 and end2"
-        assert end2 is not None, "k2 comes with v2, begin2 and end2"
+        if v2 is None or begin2 is None or end2 is None:
+            refuse("attention", "v2, begin2 and end2 with k2", "some of them alone")
         _check_keys(q, k2, v2, begin2, end2)
         t2 = k2.shape[0]
         if k2.shape[1] != hkv:

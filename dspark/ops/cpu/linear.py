@@ -1,19 +1,21 @@
 """Checks and call of cpu/linear.c, and the packed copies of weights it works on.
 
 A weight is packed on first use; the packed copy is kept beside the tensor *object* (not in its ``__dict__``, which
-would travel into checkpoints) and made anew when the tensor changed: when its version counter or address moved, or
-one of 16 sampled elements did (torch's fused optimizers and ``weight.data`` write without counting). Only an edit of
-a few elements behind torch's back goes unseen: call ``forget(weight)`` after one. Keep the same tensor object between
-calls; a fresh view packs again.
+would travel into checkpoints) and made anew when the tensor changed: when its version counter or address moved, when
+any torch optimizer stepped on it (fused ones write without counting), or when one of 16 sampled elements did
+(``weight.data`` and numpy write without counting). An edit behind torch's back that misses the samples goes unseen:
+call ``forget(weight)`` after one. Keep the same tensor object between calls; a fresh view packs again.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dspark.ops.cpu.native import DTYPE_CODE, STALE, check, dtype_code, lib, raise_status, refuse, threads
 
@@ -51,8 +53,22 @@ def _version(weight: Tensor) -> int:
     return -1 if weight.is_inference() else weight._version
 
 
+@functools.cache
+def _watch_optimizers() -> None:
+    """From the first trainable weight on, a step of a torch optimizer drops the packed copies of what it stepped on."""
+
+    def stepped(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                forget(weight)
+
+    register_optimizer_step_post_hook(stepped)
+
+
 def _pack(weight: Tensor) -> _Packed:
     code = dtype_code("linear", weight)
+    if weight.requires_grad:
+        _watch_optimizers()
     check("linear", weight.detach())
     if weight.dim() != 2:
         refuse("linear", "a weight [O, I]", tuple(weight.shape))
@@ -87,7 +103,9 @@ def forget(weight: Tensor) -> None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     code = dtype_code("linear", x)
-    if x.dim() != 2 or weight.shape[-1] != x.shape[1] or weight.dtype != x.dtype:
+    if out_dtype not in (None, *DTYPE_CODE):
+        refuse("linear", "an out_dtype of float32 or bfloat16", out_dtype, "Convert the result instead.")
+    if x.dim() != 2 or weight.dim() != 2 or weight.shape[1] != x.shape[1] or weight.dtype != x.dtype:
         expected = f"x [N, I] and a weight [O, I] of {x.dtype}"
         refuse("linear", expected, f"{tuple(x.shape)} and {tuple(weight.shape)} of {weight.dtype}")
     if bias is None:

@@ -8,8 +8,14 @@ from torch import Tensor
 from dspark.ops.cpu.native import check, check_grad, dtype_code, lib, refuse, row_stride, threads
 
 
+def _check_dims(op: str, x: Tensor, allowed: tuple[int, ...]) -> None:
+    if x.dim() not in allowed or not x.shape[-1]:
+        refuse(op, f"{' or '.join(map(str, allowed))} dimensions, the last one not empty", tuple(x.shape))
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     code = dtype_code("rms_norm", x)
+    _check_dims("rms_norm", x, (2, 3))
     stride = row_stride("rms_norm", x)
     check("rms_norm", weight)
     check_grad("rms_norm", x)
@@ -26,6 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     code = dtype_code("add_rms_norm", x)
+    _check_dims("add_rms_norm", x, (2,))
     check("add_rms_norm", x, residual, weight)
     h = x.shape[-1]
     if weight.shape != (h,) or residual.shape != x.shape or not x.dtype == residual.dtype == weight.dtype:
@@ -41,6 +48,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     code = dtype_code("rotary", x)
+    _check_dims("rotary", x, (3,))
     stride = row_stride("rotary", x)
     check("rotary", cos, sin)
     check_grad("rotary", x)
@@ -56,6 +64,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     code = dtype_code("silu_mul", gate_up)
+    _check_dims("silu_mul", gate_up, (2,))
     check("silu_mul", gate_up)
     n, width = gate_up.shape
     if width % 2:

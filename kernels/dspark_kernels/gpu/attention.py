@@ -135,8 +135,11 @@ def _join(peak, mass, mix, peak1, mass1, mix1):
 
 
 @triton.jit(do_not_specialize=["rows", "count", "slots"])
-def _combine(out, peaks, masses, mixes, rows, count, slots, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Joins ``count`` of the ``slots`` of each row, leaves the join in slot 0, and writes the quotient to out."""
+def _combine(
+    out, peaks, masses, mixes, rows, count, slots,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Joins the first ``count`` of each row's ``slots`` and writes the quotient to out; KEEP: the join to slot 0."""
     row, d = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     real, mask = row < rows, (row < rows)[:, None] & (d < D)[None, :]
     peak, mass = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
@@ -148,9 +151,10 @@ def _combine(out, peaks, masses, mixes, rows, count, slots, D: tl.constexpr, ROW
         peak1 = tl.load(peaks + place, mask=seen, other=float("-inf"))
         mix1 = tl.load(mixes + (place * D)[:, None] + d[None, :], mask=mask & seen[:, None], other=0.0)
         peak, mass, mix = _join(peak, mass, mix, peak1, mass1, mix1)
-    tl.store(peaks + row * slots, peak, mask=real)
-    tl.store(masses + row * slots, mass, mask=real)
-    tl.store(mixes + (row * slots * D)[:, None] + d[None, :], mix, mask=mask)
+    if KEEP:
+        tl.store(peaks + row * slots, peak, mask=real)
+        tl.store(masses + row * slots, mass, mask=real)
+        tl.store(mixes + (row * slots * D)[:, None] + d[None, :], mix, mask=mask)
     mix = mix / tl.where(mass == 0.0, 1.0, mass)[:, None]
     tl.store(out + (row * D)[:, None] + d[None, :], mix.to(out.dtype.element_ty), mask=mask)
 
@@ -221,10 +225,10 @@ def attention(
 
     One softmax over both ranges; a query without any key gives zeros. Query head h reads key head h // (Hq / Hkv).
     base [N] int64, base[n] <= begin[n], is the first row of the query's sequence, from which ranks are counted
-    (default: begin; under a sliding window that moves begin, give it). tiles [n_tiles, 2] int64 as of ``tiles_of``:
-    queries of a tile share base, and every query is in one tile (what a longer tile has too much comes out as NaN);
-    None: each query alone. longest >= end - base for all n (default T; a smaller bound saves empty programs, a wrong
-    one loses keys). Raises ValueError on other dtypes, shapes or layouts.
+    (default: begin; another base is another order of summation). tiles [n_tiles, 2] int64 as of ``tiles_of``: queries
+    of a tile must share base, so give it where begin moves (a sliding window); every query is in one tile, and what a
+    tile has too much comes out as NaN. None: each query alone. longest >= end - base for all n (default T; a smaller
+    bound saves empty programs, a wrong one loses keys). Raises ValueError on other dtypes, shapes or layouts.
     """
     if q.dim() != 3 or k.dim() != 3 or not 1 <= q.shape[2] <= MAX_HEAD_SIZE or q.shape[1] % max(1, k.shape[1]):
         raise ValueError(
@@ -264,7 +268,7 @@ def _launch(q: Tensor, arguments: Range, scale: float, heads: int, splits: list[
         )  # fmt: skip
         _combine[(triton.cdiv(n * hq, _JOINED),)](
             out, peaks, masses, mixes, n * hq, kept + now, kept + slab,
-            D=d, ROWS=_JOINED, BLOCK_D=shape["BLOCK_D"], enable_fp_fusion=False,
+            D=d, ROWS=_JOINED, BLOCK_D=shape["BLOCK_D"], KEEP=kept == 1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -285,7 +289,7 @@ def _case(dtype: torch.dtype, d: int, group: int, second: bool = True, tiles: bo
 
 def _combine_case(kind: str, d: int) -> Case:
     types = dict.fromkeys(["peaks", "masses", "mixes"], "*fp32") | dict.fromkeys(["rows", "count", "slots"], "i32")
-    shape = {"D": d, "ROWS": _JOINED, "BLOCK_D": triton.next_power_of_2(d)}
+    shape = {"D": d, "ROWS": _JOINED, "BLOCK_D": triton.next_power_of_2(d), "KEEP": d == MAX_HEAD_SIZE}
     return Case(f"attention.combine.{kind}.{d}", _combine, {**types, "out": f"*{kind}"}, shape, fp_fusion=False)
 
 

@@ -7,8 +7,9 @@ is split over programs and nothing is atomic, so a row's bits depend on that row
 rows: fewer would be another tensor core instruction on Hopper (mma instead of wgmma) and with it another order. Rows
 past the last are copies of the last one and are not stored.
 
-Programs are few (two for each multiprocessor) and each walks many tiles, so that a decode step of a few rows keeps
-every multiprocessor reading weights. Tiles are numbered so that eight row tiles share a weight tile while it is in L2.
+Programs are at most two for each multiprocessor, each walking many tiles. Tiles are numbered so that eight row tiles
+share a weight tile while it is in L2. With up to 64 rows there are only as many tiles as blocks of 128 outputs: a small
+layer leaves most of a large card idle.
 Left out on purpose: TMA descriptors (sm_80 has none), split sums, autotuning.
 """
 

