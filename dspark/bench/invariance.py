@@ -24,8 +24,9 @@ from dspark.target.decoder import Target
 
 WIDTHS = (1, 2, 5, 6, 7, 8, 9, 16, 32, 33, 64)
 ROWS = 128  # of the batch that everything is compared with
-CHUNKS = (1, 5, 16)
-LENGTHS = (40, 3, 17, 64)  # of the sequences that go through the whole target
+QUERIES = 512  # of the prompt in the attention sweep
+CHUNKS = (1, 5, 16, 64)
+LENGTHS = (40, 3, 17, 64, 200)  # of the sequences that go through the whole target
 
 Rowwise = Callable[[Tensor], Tensor]
 
@@ -113,14 +114,14 @@ def _attention(target: Target, module: ModuleType) -> Counted:
     """A prompt's queries in one call, against chunks of them and against each alone."""
     config, generator = target.config, torch.Generator().manual_seed(3)
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    q, k, v = (torch.randn(ROWS, h, config.head_dim, generator=generator).to(target.dtype) for h in heads)
-    begin, end = torch.zeros(ROWS, dtype=torch.int64), torch.arange(1, ROWS + 1)
+    q, k, v = (torch.randn(QUERIES, h, config.head_dim, generator=generator).to(target.dtype) for h in heads)
+    begin, end = torch.zeros(QUERIES, dtype=torch.int64), torch.arange(1, QUERIES + 1)
 
     def compute(size: int) -> Tensor:
-        cuts = [slice(i, i + size) for i in range(0, ROWS, size)]
+        cuts = [slice(i, i + size) for i in range(0, QUERIES, size)]
         return torch.cat([module.attention(q[c], k, v, begin[c], end[c], 0.125) for c in cuts]).flatten(1)
 
-    whole = compute(ROWS)
+    whole = compute(QUERIES)
     return _tally([(compute(size), whole) for size in CHUNKS])
 
 
