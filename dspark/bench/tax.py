@@ -47,6 +47,9 @@ def tax(
 ) -> list[Tax]:
     """Decode and prefill at every row count. Raises DsparkError when the two sides' logits do not agree: no speed is
     reported of something that is wrong."""
+    longest = target.config.max_position_embeddings
+    if max(rows) > longest:
+        raise DsparkError(f"bench tax: expected at most {longest} rows (the longest context), but got {max(rows)}.")
     found = []
     for kind, passes in (("decode", _decode), ("prefill", _prefill)):
         for count in rows:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from dspark.contracts import DsparkError
 from dspark.ops.backend import backend, recording
 
 
@@ -34,9 +34,13 @@ def plain_backward(formula: Callable[..., Any]) -> Callable[..., Any]:
     """For the backward of a Function: differentiable once (a second derivative is an error, never silently wrong), and
     outside autocast, which would compute it in bf16."""
 
-    @once_differentiable
     @functools.wraps(formula)
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled():  # exactly under create_graph=True
+            raise DsparkError(
+                "ops: expected a first derivative, but got create_graph=True: a gradient of these operations cannot be "
+                "differentiated again. Leave it out."
+            )
         with torch.autocast(gradients[0].device.type, enabled=False):
             return formula(ctx, *gradients)
 

@@ -45,6 +45,12 @@ def self_test(weights: Mapping[str, Tensor], heads: tuple[int, int, int]) -> int
     """
     shapes = {tuple(w.shape): (name, w) for name, w in weights.items()}
     dtype = next(iter(weights.values())).dtype
+    broken = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
+    if broken:
+        raise DsparkError(
+            f"target weights: expected finite numbers, but {', '.join(broken)} of the first layer holds NaN or "
+            "infinity. The checkpoint is broken: fetch it again."
+        )
     with torch.inference_mode():
         checks = [
             *(_linear_check(name, weight) for name, weight in shapes.values()),
@@ -108,13 +114,17 @@ def _law_checks(columns: int) -> list[Check]:
     ]
 
 
+def _bits(t: Tensor) -> Tensor:
+    return t.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
 def _compare(what: str, compute: Callable[..., Tensor], rows: tuple[Tensor, ...]) -> int:
     """Rows compared: the first and last n in calls of their own against one call of all."""
     whole = compute(*rows).unflatten(0, (-1, ROWS))  # an operation of two results has two blocks of rows
     for n in ROW_COUNTS:
         for part in (slice(0, n), slice(ROWS - n, ROWS)):
             got = compute(*(t[part].contiguous() for t in rows)).unflatten(0, (-1, n))
-            if not torch.equal(got, whole[:, part]):
+            if not torch.equal(_bits(got), _bits(whole[:, part])):
                 raise DsparkError(
                     f"self-test: expected {what} to give the same bits in a call of {n} rows and in one of {ROWS}, but "
                     "they differ. Reproducible rollouts cannot be promised on this machine; report it with the output "

@@ -1,18 +1,24 @@
 """A target whose weights are trained. The runner and the trainer read the same memory, through the same operations.
 
-``Engine(policy.target)`` generates with the current weights at any time (packed copies are made anew after a step);
+``Engine(policy.target)`` generates with the current weights at any time (packed copies are made anew each time);
 ``policy.logprobs`` gives the bits that the engine recorded, with gradients. copy.deepcopy gives a reference or an
 average. Left out on purpose: losses, rewards and the loop around them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
+from dspark.contracts import DsparkError
 from dspark.runner.score import Finished, score
 from dspark.target.decoder import Target
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "_")
 
 
 class Policy(nn.Module):
@@ -23,13 +29,30 @@ class Policy(nn.Module):
         self.weights = nn.ParameterDict()
 
         def own(name: str, tensor: Tensor) -> Tensor:
-            self.weights[name.replace(".", "_")] = nn.Parameter(tensor.detach().clone())
-            return self.weights[name.replace(".", "_")]
+            self.weights[_key(name)] = nn.Parameter(tensor.detach().clone())
+            return self.weights[_key(name)]
 
         self.target = target.remade(own)  # a plain object: nn.Module sees the parameters once, in `weights`
 
     def logprobs(self, sequences: Sequence[Finished]) -> tuple[Tensor, Tensor]:
         """(logprobs, raw_logprobs) [sum of response lengths] fp32 with gradients; see runner.score.score."""
+        self._check_shared()
         return score(self.target, sequences)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module's, into the weights that are there: replacing them would leave the runner with the old ones."""
+        if assign:
+            raise DsparkError(
+                "policy: expected assign=False, but got True: the runner shares the weights. Leave it out."
+            )
+        return super().load_state_dict(state_dict, strict)
+
+    def _check_shared(self) -> None:
+        replaced = [name for name, tensor in self.target.tensors() if self.weights[_key(name)] is not tensor]
+        if replaced:
+            raise DsparkError(
+                f"policy: expected the weights that the runner shares, but {replaced[0]} was replaced by another "
+                "tensor. Change weights in place (copy_, load_state_dict, an optimizer)."
+            )
 
     forward = logprobs

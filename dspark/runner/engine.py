@@ -25,7 +25,7 @@ from dspark.drafter.model import Drafter
 from dspark.runner import schedule
 from dspark.runner.batch import FlatBatch
 from dspark.runner.draft import Drafts, DraftStage
-from dspark.runner.score import Finished, score
+from dspark.runner.score import Finished, check_ids, score
 from dspark.runner.sequence import Sequence
 from dspark.runner.verify import SamplingRows, Verdict, verify
 from dspark.target.cache import Arena, KVCache
@@ -85,6 +85,7 @@ class Engine:
     def generate(self, requests: list[Request], on_finish: OnFinish | None = None) -> list[Completion]:
         """Finish all requests; completions come back in request order, ``on_finish(index, completion)`` as they end."""
         self._check(requests)
+        self.target.refresh()
         run = _Run(self, requests)
         completions: dict[int, Completion] = {}
         with torch.inference_mode():
@@ -111,6 +112,7 @@ class Engine:
                     f"request {i}: expected prompt + max_tokens <= {min(longest, rows)} (the target's longest context "
                     f"{longest}, kv_tokens {rows}), but got {need}. Shorten it, or raise kv_tokens."
                 )
+            check_ids(request.prompt_ids, self.target.vocab_size, f"request {i}: prompt")
             if self.options.verifier == "greedy" and request.params.temperature != 0.0:
                 raise DsparkError(
                     f"request {i}: the greedy verifier expects temperature 0, but got {request.params.temperature}. "

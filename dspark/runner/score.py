@@ -29,12 +29,15 @@ class Finished(NamedTuple):
 def score(target: Target, sequences: Sequence[Finished]) -> tuple[Tensor, Tensor]:
     """(logprobs, raw_logprobs), both [sum of response lengths] fp32, responses one after the other: of the sampling law
     (after temperature and truncation) and of the softmax at temperature 1. Differentiable where the target's weights
-    are. A token outside the kept support has logprob -inf and no gradient. Raises DsparkError for an empty prompt."""
-    if not all(len(s.prompt_ids) for s in sequences):
-        raise DsparkError("score: expected a prompt of at least one token with every sequence, but got an empty one.")
+    are. A token outside the kept support has logprob -inf and no gradient. Raises DsparkError for an
+    empty prompt, ids outside the vocabulary, and sequences past the longest context."""
+    for i, s in enumerate(sequences):
+        _check(i, s, target)
+    attached = target.embed_weight[:0].sum(1).float()  # no rows, but part of the graph
     sequences = [s for s in sequences if len(s.response_ids)]
     if not sequences:
-        return torch.zeros(0), torch.zeros(0)
+        return attached, attached
+    target.refresh()
     tokens = torch.tensor([token for s in sequences for token in s.response_ids])
     inputs = [torch.tensor([*s.prompt_ids, *s.response_ids][:-1]) for s in sequences]
     hidden, _, offsets = target.forward_sequences(inputs)
@@ -43,3 +46,20 @@ def score(target: Target, sequences: Sequence[Finished]) -> tuple[Tensor, Tensor
     logits = target.logits(hidden[rows])
     laws = SamplingRows.of([s.params for s in sequences]).repeat(torch.tensor([len(s.response_ids) for s in sequences]))
     return laws.logprob(logits, tokens), ops.raw_logprob(logits, tokens)
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, what: str) -> None:
+    """Raises DsparkError for a token id that the target does not have."""
+    wrong = [i for i in ids if not 0 <= i < vocab_size]
+    if wrong:
+        raise DsparkError(f"{what}: expected token ids from 0 to {vocab_size - 1}, but got {wrong[0]}. Mend the ids.")
+
+
+def _check(index: int, sequence: Finished, target: Target) -> None:
+    length, longest = len(sequence.prompt_ids) + len(sequence.response_ids), target.config.max_position_embeddings
+    if not len(sequence.prompt_ids) or length > longest:
+        raise DsparkError(
+            f"score, sequence {index}: expected a prompt of at least one token and at most {longest} tokens with its "
+            f"response, but got {len(sequence.prompt_ids)} + {len(sequence.response_ids)}. Mend the sequence."
+        )
+    check_ids([*sequence.prompt_ids, *sequence.response_ids], target.vocab_size, f"score, sequence {index}")

@@ -14,7 +14,7 @@ Left out on purpose: padding, attention masks, per-request work inside the layer
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import ModuleType
 
@@ -85,13 +85,24 @@ class Target:
     def fingerprint(self) -> str:
         """sha256 hex over config and weights as used: two targets with the same one compute the same bits here. Weights
         that are trained are hashed at every call."""
-        if any(tensor.requires_grad for tensor in self._tensors.values()):
+        if any(isinstance(tensor, torch.nn.Parameter) for tensor in self._tensors.values()):
             return fingerprint(self.config, self._tensors)
         return self._fingerprint
 
     @cached_property
     def _fingerprint(self) -> str:
         return fingerprint(self.config, self._tensors)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every fused weight with its name."""
+        return iter(self._tensors.items())
+
+    def refresh(self) -> None:
+        """Drops the packed copies of trained weights. Called before every generation and every scoring: an optimizer of
+        one's own may have written them in a way that nothing else notices (``weight.data``)."""
+        for tensor in self._tensors.values():
+            if isinstance(tensor, torch.nn.Parameter):
+                ops.forget(tensor)
 
     @cached_property
     def self_tested(self) -> int:

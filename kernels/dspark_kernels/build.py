@@ -61,10 +61,13 @@ _CTYPES = {"": None, "p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_in
 @functools.cache
 def compiler() -> str:
     """Path of the C compiler: ``$CC``, else cc, gcc or clang."""
-    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
-        path = shutil.which(name) if name else None
+    named = os.environ.get("CC")
+    for name in (named,) if named else ("cc", "gcc", "clang"):
+        path = shutil.which(name)
         if path:
             return path
+    if named:
+        raise RuntimeError(f"kernels: expected CC to name a C compiler on PATH, but got {named!r}. Mend or unset it.")
     raise RuntimeError(
         "kernels: expected a C compiler (cc, gcc or clang) on PATH, but found none. "
         "Install one (Debian: apt install gcc) or set CC to its path."
@@ -141,7 +144,27 @@ def build(target: Path, flags: tuple[str, ...] = FLAGS) -> None:
             list(pool.map(run, commands))
         built = Path(work) / target.name
         run([compiler(), "-shared", "-o", str(built), *objects, *_torch_gomp(), "-lm"])
+        if not built.is_file():
+            raise RuntimeError(
+                f"kernels: expected {compiler()} to write a library, but it wrote none. Set CC to another."
+            )
+        seal = Path(work) / "seal"
+        seal.write_text(_hash(built))
         os.replace(built, target)
+        os.replace(seal, _seal_of(target))
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _seal_of(target: Path) -> Path:
+    return target.with_suffix(".sha256")
+
+
+def intact(target: Path) -> bool:
+    """Is the built library there, whole, as its hash beside it says? Loading half a library kills the process."""
+    return target.is_file() and _seal_of(target).is_file() and _seal_of(target).read_text() == _hash(target)
 
 
 def run(command: list[str]) -> None:
@@ -170,11 +193,16 @@ def library() -> ctypes.CDLL:
         "\n".join((source_hash(), compiler_version(), cpu_model(), *cpu_flags(), torch.__file__)).encode()
     ).hexdigest()[:32]
     target = cache_dir() / key / "libdspark.so"
-    if not target.exists():
+    if not intact(target):
         try:
             build(target)
         except OSError as error:
             raise RuntimeError(
                 f"kernels: expected a writable cache folder, but got {error}. Set DSPARK_KERNEL_CACHE to one."
             ) from error
-    return declare(ctypes.CDLL(str(target)))
+    try:
+        return declare(ctypes.CDLL(str(target)))
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(
+            f"kernels: expected {target} to load, but got {error}. Remove its folder and try again."
+        ) from error

@@ -57,6 +57,38 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
         build.run([sys.executable, "-c", "import sys; sys.exit('no such flag')"])
 
 
+def test_a_compiler_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    build.compiler.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match="expected CC to name a C compiler on PATH, but got '/nowhere/cc'"):
+            build.compiler()
+    finally:
+        build.compiler.cache_clear()
+
+
+def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading half a library ends the process with SIGBUS, so its hash is looked at first."""
+    built: list[Path] = []
+    whole = Path(native.lib()._name).read_bytes()
+
+    def make(target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(whole)
+        target.with_suffix(".sha256").write_text(build._hash(target))
+        built.append(target)
+
+    monkeypatch.setenv("DSPARK_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "build", make)
+    for damage in (None, b"", b"half", None):
+        if built and damage is not None:
+            built[-1].write_bytes(damage)
+        build.library.cache_clear()
+        assert build.library().dspark_panel_width() > 0
+    build.library.cache_clear()
+    assert len(built) == 3, "once new, once for each damage, and not again"
+
+
 POOL = """
 import os, torch
 torch.set_num_threads(2)

@@ -125,12 +125,12 @@ def test_the_support_is_held_fixed() -> None:
 
 
 def test_a_weight_is_packed_once_for_recorded_and_plain_calls() -> None:
-    from dspark.ops.cpu.linear import packed_address
+    from dspark.ops.cpu.linear import packed
 
     x, weight = torch.randn(3, 8), torch.nn.Parameter(torch.randn(4, 8))
-    before = packed_address(weight)
+    before = packed(weight)
     ops.linear(x, weight).sum().backward()
-    assert packed_address(weight) == before
+    assert packed(weight) is before
 
 
 def test_drawing_has_no_gradient() -> None:
@@ -156,9 +156,9 @@ def test_a_laws_logprob_equals_its_two_steps_and_never_divides_by_p() -> None:
 
 def test_a_second_derivative_is_an_error_and_autocast_changes_nothing() -> None:
     x, weight = torch.randn(3, 8).requires_grad_(), torch.randn(4, 8).requires_grad_()
-    (first,) = torch.autograd.grad(ops.linear(x, weight).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+    for loss in (ops.linear(x, weight).sum(), ops.linear(x, weight).square().sum()):
+        with pytest.raises(DsparkError, match="create_graph"):
+            torch.autograd.grad(loss, x, create_graph=True)
     plain = torch.autograd.grad(ops.linear(x, weight).square().sum(), (x, weight))
     with torch.autocast("cpu", torch.bfloat16):
         cast = torch.autograd.grad(ops.linear(x, weight).square().sum(), (x, weight))

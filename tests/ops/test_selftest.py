@@ -41,6 +41,13 @@ def test_an_operation_that_looks_at_the_batch_is_named(op: str, monkeypatch: pyt
         ops.self_test(weights(torch.float32), HEADS)
 
 
+def test_a_broken_weight_is_not_called_a_broken_machine() -> None:
+    broken = weights(torch.float32)
+    broken["down"][3, 4] = torch.nan
+    with pytest.raises(DsparkError, match="finite numbers, but down"):
+        ops.self_test(broken, HEADS)
+
+
 def test_fingerprint_is_plain_and_stable() -> None:
     first = ops.fingerprint()
     assert json.loads(json.dumps(first)) == first == ops.fingerprint()

@@ -169,8 +169,44 @@ def test_a_token_outside_the_support_has_no_gradient_and_spoils_none() -> None:
 def test_empty_prompts_are_refused_and_empty_responses_give_nothing() -> None:
     policy = Policy(tiny("Llama", torch.float32))
     law, whole = SamplingParams(), Finished([5, 9], [3, 8], SamplingParams())
-    with pytest.raises(DsparkError, match="prompt of at least one token"):
-        policy.logprobs([whole, Finished([], [3], law)])
+    for wrong, words in (([], "prompt of at least one"), ([5] * 70, "at most 64 tokens"), ([97], "ids from 0 to 96")):
+        with pytest.raises(DsparkError, match=f"sequence 1: .*{words}"):
+            policy.logprobs([whole, Finished(wrong, [3], law)])
     expected = policy.logprobs([whole])[0]
     assert torch.equal(policy.logprobs([Finished([5], [], law), whole])[0], expected)
-    assert policy.logprobs([Finished([5], [], law)])[0].shape == policy.logprobs([])[1].shape == (0,)
+    nothing = policy.logprobs([Finished([5], [], law)])[0]
+    assert nothing.shape == policy.logprobs([])[1].shape == (0,)
+    nothing.sum().backward()
+    with pytest.raises(DsparkError, match="request 0: prompt: expected token ids from 0 to 96, but got 97"):
+        sampled(policy.target, [Request((97,), SamplingParams(max_tokens=4))])
+
+
+@pytest.mark.parametrize("write", ["masters", "data", "numpy"])
+def test_weights_written_behind_torchs_back_reach_the_runner(write: str) -> None:
+    """fp32 master copies, or an optimizer of one's own: few bf16 elements move, and nothing counts the write."""
+    policy, asked = Policy(tiny("Qwen3", torch.bfloat16)), requests(97)
+    before = sampled(policy.target, asked)
+    for weight in policy.parameters():
+        if write == "numpy":
+            weight.detach().view(torch.int16).numpy().flat[1] ^= 64
+        else:
+            wide = weight.data.float()
+            wide.view(-1)[1] += 0.5
+            weight.data.copy_(wide) if write == "masters" else weight.data.view(-1)[1].add_(0.5)
+    after = sampled(policy.target, asked)
+    assert [c.raw_logprobs for c in after] != [c.raw_logprobs for c in before]
+    assert after == sampled(Policy(policy.target).target, asked), "fresh tensors, packed anew"
+    assert_equal_bits(policy, asked, after)
+
+
+def test_a_replaced_weight_is_refused_and_a_frozen_one_still_counts() -> None:
+    policy = Policy(tiny("Llama", torch.float32))
+    with pytest.raises(DsparkError, match="assign=False"):
+        policy.load_state_dict(policy.state_dict(), assign=True)
+    policy.requires_grad_(False)
+    before = policy.target.fingerprint
+    policy.weights["norm"].mul_(1.5)
+    assert policy.target.fingerprint != before
+    policy.weights["norm"] = torch.nn.Parameter(policy.weights["norm"].clone())
+    with pytest.raises(DsparkError, match="norm was replaced"):
+        policy.logprobs([Finished([5], [3], SamplingParams())])

@@ -10,6 +10,7 @@ call ``forget(weight)`` after one. Keep the same tensor object between calls; a 
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ class _Packed:
 
 
 _packed: dict[int, _Packed] = {}
+_packing = threading.Lock()
 
 
 _CHUNK = 32 << 20
@@ -83,8 +85,9 @@ def _pack(weight: Tensor) -> _Packed:
     return entry
 
 
-def packed_address(weight: Tensor) -> int:
-    """Address of the weight's packed copy, packing it when needed."""
+def packed(weight: Tensor) -> _Packed:
+    """The weight's packed copy, made when needed. Hold on to it while its address is in use: another thread may drop
+    it from the table."""
     entry = _packed.get(id(weight))
     if (
         entry is None
@@ -92,8 +95,9 @@ def packed_address(weight: Tensor) -> int:
         or entry.pointer != weight.data_ptr()
         or entry.version != _version(weight)
     ):
-        entry = _pack(weight)
-    return entry.address
+        with _packing:
+            entry = _pack(weight)
+    return entry
 
 
 def forget(weight: Tensor) -> None:
@@ -119,8 +123,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: tor
     out = torch.empty((n, o), dtype=out_dtype or x.dtype)
     bias_address = None if bias is None else bias.data_ptr()
     for _ in range(2):
+        entry = packed(weight)
         status = lib().dspark_linear(
-            out.data_ptr(), x.data_ptr(), weight.data_ptr(), packed_address(weight), bias_address, n, i, o, code,
+            out.data_ptr(), x.data_ptr(), weight.data_ptr(), entry.address, bias_address, n, i, o, code,
             DTYPE_CODE[out.dtype], threads(),
         )  # fmt: skip
         if status != STALE:
