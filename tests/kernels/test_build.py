@@ -72,9 +72,13 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.Mo
     built: list[Path] = []
     whole = Path(native.lib()._name).read_bytes()
 
+    def replace(target: Path, content: bytes) -> None:  # never into a file that this process has mapped
+        target.unlink(missing_ok=True)
+        target.write_bytes(content)
+
     def make(target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(whole)
+        replace(target, whole)
         target.with_suffix(".sha256").write_text(build._hash(target))
         built.append(target)
 
@@ -82,7 +86,7 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(build, "build", make)
     for damage in (None, b"", b"half", None):
         if built and damage is not None:
-            built[-1].write_bytes(damage)
+            replace(built[-1], damage)
         build.library.cache_clear()
         assert build.library().dspark_panel_width() > 0
     build.library.cache_clear()
