@@ -45,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0; 1 when our operations are not invariant or plain torch's cannot be told from them."""
+    try:
+        return _measure(args)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("nothing was kept; the same command starts anew") from None
+
+
+def _measure(args: argparse.Namespace) -> int:
     if args.what == "tax":
         return _tax(args)
     if args.rows or args.repeats:
@@ -73,6 +80,10 @@ def _invariance(args: argparse.Namespace) -> int:
         print(json.dumps({"operations": nested, **{side: asdict(count) for side, count in sides.items()}}))
     else:
         print(_invariance_text(found, sides))
+    if sides["ours"].differing:
+        print("failed: rows of ours differ; report it with the output of `dspark doctor`", file=sys.stderr)
+    elif not sides["plain"].differing:
+        print("failed: plain torch differs nowhere here, so the sweep proves nothing", file=sys.stderr)
     return 0 if sides["ours"].differing == 0 < sides["plain"].differing else 1
 
 

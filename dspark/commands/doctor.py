@@ -35,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when every check passed, 1 when one failed."""
-    checks = examine(args.target)
+    try:
+        checks = examine(args.target)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("nothing was changed; the same command starts anew") from None
     if args.json:
         print(json.dumps(checks, indent=2))
     else:
