@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dspark import ops
 from dspark.bench import plain
+from dspark.ops.selftest import bits
 from dspark.target.cache import KVCache
 from dspark.target.decoder import Target
 
@@ -157,12 +158,8 @@ def _through(target: Target, sequences: list[Tensor], size: int) -> list[Tensor]
 
 
 def _tally(pairs: list[tuple[Tensor, Tensor]]) -> Counted:
-    differing = sum(int((_bits(a) != _bits(b)).any(-1).sum()) for a, b in pairs)
+    differing = sum(int((bits(a) != bits(b)).any(-1).sum()) for a, b in pairs)
     return Counted(sum(len(a) for a, _ in pairs), differing)
-
-
-def _bits(t: Tensor) -> Tensor:
-    return t.contiguous().view({2: torch.int16, 4: torch.int32}[t.element_size()])
 
 
 @contextmanager

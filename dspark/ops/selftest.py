@@ -14,7 +14,15 @@ from dspark.ops.attention import attention
 from dspark.ops.cpu.native import lib, threads
 from dspark.ops.linear import linear
 from dspark.ops.rows import add_rms_norm, rms_norm, rotary, silu_mul
-from dspark.ops.sampling import gumbel_argmax, log_of, log_softmax, raw_logprob, shape_probs
+from dspark.ops.sampling import (
+    gumbel_argmax,
+    law_logprob,
+    log_of,
+    log_softmax,
+    raw_logprob,
+    shape_probs,
+    uniform,
+)
 
 ROW_COUNTS = (1, 2, 5, 6, 7, 13)  # of a call
 ROWS = 32  # of the call they are compared with
@@ -40,8 +48,8 @@ def self_test(weights: Mapping[str, Tensor], heads: tuple[int, int, int]) -> int
     (one of each shape is enough), attention and rotary with heads (query heads, key heads, head size), norms and the
     gated activation at the weights' widths, laws, draws and log-probabilities over the widest weight's columns.
 
-    Returns the number of rows compared; some 0.3 s for a small model, most of it for a vocabulary-wide head. Raises
-    DsparkError naming the first operation and shape whose bits change.
+    Returns the number of rows compared; some half a second for a small model, most of it for a vocabulary-wide head.
+    Raises DsparkError naming the first operation and shape whose bits change.
     """
     shapes = {tuple(w.shape): (name, w) for name, w in weights.items()}
     dtype = next(iter(weights.values())).dtype
@@ -111,10 +119,13 @@ def _law_checks(columns: int) -> list[Check]:
         (f"log_of {over}", log_of, (probs, keys % columns)),
         (f"log_softmax {over}", log_softmax, (logits,)),
         (f"raw_logprob {over}", raw_logprob, (logits, keys % columns)),
+        (f"law_logprob {over}", law_logprob, (logits, keys % columns, heat, top_k, top_p, min_p)),
+        ("uniform of a key", lambda s: uniform(s, 2, s), (keys,)),
     ]
 
 
-def _bits(t: Tensor) -> Tensor:
+def bits(t: Tensor) -> Tensor:
+    """The bits of a tensor of 2, 4 or 8 bytes an element as integers: NaN equals NaN, and 0 is not -0."""
     return t.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
@@ -124,7 +135,7 @@ def _compare(what: str, compute: Callable[..., Tensor], rows: tuple[Tensor, ...]
     for n in ROW_COUNTS:
         for part in (slice(0, n), slice(ROWS - n, ROWS)):
             got = compute(*(t[part].contiguous() for t in rows)).unflatten(0, (-1, n))
-            if not torch.equal(_bits(got), _bits(whole[:, part])):
+            if not torch.equal(bits(got), bits(whole[:, part])):
                 raise DsparkError(
                     f"self-test: expected {what} to give the same bits in a call of {n} rows and in one of {ROWS}, but "
                     "they differ. Reproducible rollouts cannot be promised on this machine; report it with the output "

@@ -25,7 +25,7 @@ def test_passes_here(dtype: torch.dtype) -> None:
     assert ops.self_test(weights(dtype), HEADS) > 100
 
 
-NOT_ROWWISE = {"fingerprint", "forget", "self_test", "uniform", "law_logprob"}  # uniform: one word a row, no reduction
+NOT_ROWWISE = {"fingerprint", "forget", "self_test"}
 
 
 @pytest.mark.parametrize("op", sorted(set(ops.__all__) - NOT_ROWWISE))

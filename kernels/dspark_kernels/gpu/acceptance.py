@@ -13,11 +13,12 @@ gradient is one more pass, element by element.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from dspark_kernels.gpu.aot import Case
 from dspark_kernels.gpu.arguments import FLOATS, TRITON_TYPE, aligned, check, matrix
@@ -93,7 +94,7 @@ def _gradient(target, draft, stats, outer, gradient, v, BLOCK: tl.constexpr, STA
 
 class _Acceptance(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, target: Tensor, draft: Tensor) -> Tensor:
+    def forward(ctx: Any, target: Tensor, draft: Tensor) -> Tensor:
         n, v = draft.shape
         target, draft = aligned(target), aligned(draft)
         rate = torch.empty(n, dtype=torch.float32, device=draft.device)
@@ -104,9 +105,10 @@ class _Acceptance(torch.autograd.Function):
         return rate
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, outer: Tensor) -> tuple[None, Tensor]:
-        target, draft, stats = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, outer: Tensor) -> tuple[None, Tensor]:
+        if torch.is_grad_enabled():  # exactly under create_graph=True; once_differentiable misses a constant ``outer``
+            raise ValueError("acceptance: expected a first derivative, but got create_graph=True. Leave it out.")
+        target, draft, stats = ctx.saved_tensors
         n, v = draft.shape
         gradient = torch.empty_like(draft)
         if n:

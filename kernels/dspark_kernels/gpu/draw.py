@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dspark_kernels.gpu.aot import Case
 from dspark_kernels.gpu.arguments import FP32, INT64, check, matrix
-from dspark_kernels.gpu.markov import first_best, keep_first_best
+from dspark_kernels.gpu.markov import best_of_row, keep_first_best
 from dspark_kernels.gpu.philox import gumbel_at, gumbel_reference, gumbel_run
 from dspark_kernels.gpu.verify import log_prob
 
@@ -36,16 +36,10 @@ def _best_of_block(
         noise = gumbel_at(seed, STREAM, position, tl.load(token_ids + column, mask=column < v, other=0))
     else:
         noise = gumbel_run(seed, STREAM, position, first, COLUMNS)
-    value, winner = keep_first_best(tl.where(law > 0.0, log_prob(law) + noise, float("-inf")), first)
+    score = tl.where(law > 0.0, log_prob(law) + noise, float("-inf"))
+    value, winner = keep_first_best(tl.where(law == law, score, law), first)  # NaN stays, and makes the row's index -1
     tl.store(best + row * blocks + block, value)
     tl.store(column_of + row * blocks + block, winner)
-
-
-@triton.jit
-def _best_of_row(best, column_of, index, blocks, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    _, winner = first_best(best + row * blocks, column_of + row * blocks, blocks, BLOCK)
-    tl.store(index + row, winner.to(tl.int64))
 
 
 @triton.jit
@@ -60,8 +54,8 @@ def _log_of(out, probs, ids, n, v, BLOCK: tl.constexpr):
 def gumbel_argmax(
     probs: Tensor, seeds: Tensor, stream: int, positions: Tensor, token_ids: Tensor | None = None
 ) -> Tensor:
-    """Column index [N] int64; -1 for a row without support. probs [N, V] fp32, seeds and positions [N] int64,
-    token_ids [V] int64 or None (column = id). Raises ValueError on other shapes, dtypes or devices."""
+    """Column index [N] int64; -1 for a row with NaN or without support. probs [N, V] fp32, seeds and positions [N]
+    int64, token_ids [V] int64 or None (column = id). Raises ValueError on other shapes, dtypes or devices."""
     n, v = matrix("gumbel_argmax", "probs", probs)
     check(
         "gumbel_argmax", probs=(probs, (n, v), FP32), seeds=(seeds, (n,), INT64), positions=(positions, (n,), INT64),
@@ -76,7 +70,7 @@ def gumbel_argmax(
             probs, seeds, positions, seeds if token_ids is None else token_ids, best, column_of, v,
             IDS=token_ids is not None, STREAM=stream, COLUMNS=_COLUMNS, enable_fp_fusion=False,
         )  # fmt: skip
-        _best_of_row[(n,)](best, column_of, index, blocks, BLOCK=_REDUCE)
+        best_of_row[(n,)](best, column_of, index, blocks, BLOCK=_REDUCE)
     return index
 
 
@@ -109,10 +103,6 @@ def _block_case(ids: bool) -> Case:
 AOT = [
     _block_case(False),
     _block_case(True),
-    Case(
-        "draw.row", _best_of_row, {"best": "*fp32", "column_of": "*i32", "index": "*i64", "blocks": "i32"},
-        {"BLOCK": _REDUCE},
-    ),
     Case(
         "draw.log_of", _log_of, {"out": "*fp32", "probs": "*fp32", "ids": "*i64", "n": "i32", "v": "i32:16"},
         {"BLOCK": _BLOCK}, fp_fusion=False,

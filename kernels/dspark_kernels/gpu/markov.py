@@ -107,7 +107,7 @@ def _best_of_block(
 
 
 @triton.jit
-def _best_of_row(best, column_of, index, blocks, BLOCK: tl.constexpr):
+def best_of_row(best, column_of, index, blocks, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     top, winner = first_best(best + row * blocks, column_of + row * blocks, blocks, BLOCK)
     tl.store(index + row, tl.where(top < float("inf"), winner, -1).to(tl.int64))
@@ -153,7 +153,7 @@ def sample(
             n, v, rank, vocab, STREAM=stream, WIDEN=interpreting(),
             **_constants(w1.dtype, rank, token_ids is not None, store_logits), enable_fp_fusion=False,
         )  # fmt: skip
-        _best_of_row[(n,)](best, column_of, index, blocks, BLOCK=_REDUCE)
+        best_of_row[(n,)](best, column_of, index, blocks, BLOCK=_REDUCE)
     return index, logits
 
 
@@ -203,7 +203,7 @@ AOT = [
     *(_case(kind, rank, False, False) for kind in FLOATS for rank in (16, 64, 500, 512)),
     *(_case(kind, 256, True, True) for kind in FLOATS),
     Case(
-        "markov.row", _best_of_row, {"best": "*fp32", "column_of": "*i32", "index": "*i64", "blocks": "i32"},
+        "markov.row", best_of_row, {"best": "*fp32", "column_of": "*i32", "index": "*i64", "blocks": "i32"},
         {"BLOCK": _REDUCE},
     ),
 ]  # fmt: skip

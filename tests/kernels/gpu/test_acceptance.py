@@ -116,3 +116,9 @@ def test_no_rows_and_wrong_arguments() -> None:
         acceptance(torch.zeros(2, 5), torch.zeros(2, 4))
     with pytest.raises(ValueError, match="at least one column"):
         acceptance(torch.zeros(2, 0), torch.zeros(2, 0))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    target, draft = torch.randn(2, 40), torch.randn(2, 40).requires_grad_()
+    with pytest.raises(ValueError, match="create_graph"):
+        torch.autograd.grad(acceptance(target, draft).sum(), draft, create_graph=True)

@@ -48,6 +48,8 @@ def test_no_support_ties_and_no_rows() -> None:
     probs[1, [5, 9]] = 0.5
     same = torch.zeros(V, dtype=torch.int64)  # the same noise everywhere: a tie
     assert gumbel_argmax(probs, seeds, 0, seeds, same).tolist() == [-1, 5]
+    probs[1, 3] = torch.nan
+    assert gumbel_argmax(probs, seeds, 0, seeds)[1] == -1
     assert gumbel_argmax(probs[:0], seeds[:0], 0, seeds[:0]).shape == (0,)
 
 
