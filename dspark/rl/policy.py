@@ -2,8 +2,8 @@
 
 ``Engine(policy.target)`` generates with the current weights at any time; ``policy.logprobs`` gives the bits that the
 engine recorded, with gradients. Both pack the weights anew in every call (0.1 to 0.2 s for 135M weights on two cores),
-so that no write goes unseen. copy.deepcopy gives a reference or an average. Left out on purpose: losses, rewards and the
-loop around them.
+so that no write goes unseen. copy.deepcopy gives a reference or an average. Left out on purpose: losses, rewards and
+the loop around them.
 """
 
 from __future__ import annotations
