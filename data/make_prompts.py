@@ -1,15 +1,19 @@
-"""Write data/prompts/{train,calibration,test}.jsonl from data/templates/*.toml. Same templates, same bytes.
+"""Write data/prompts/{train,calibration,test,extra}.jsonl from data/templates/*.toml. Same templates, same bytes.
 
     python data/make_prompts.py [--out DIR]
 
 A template file is a domain, a ``[[kind]]`` in it is a kind of question with eight variants: variant j takes value j of
 each of the kind's lists. Five variants go to train, one to calibration, two to test, so every split asks every kind of
 question and no two splits share content. No random numbers: places rotate with the kind's index.
+A fourth file, extra, is for longer training: the train variants' values recombined, up to 40 prompts a kind, in the order
+of a hash.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import itertools
 import json
 import tomllib
 from collections.abc import Iterator
@@ -23,6 +27,7 @@ HERE = Path(__file__).parent
 DOMAINS = ("math", "code", "chat")
 PLACES = ("train",) * 5 + ("calibration",) + ("test",) * 2
 FIXED_KEYS = {"name", "say", "answer", "then", "system"}
+EXTRA_PER_KIND = 40
 
 Row = dict[str, Any]
 
@@ -41,6 +46,38 @@ def make_rows(templates: Path = HERE / "templates") -> list[Row]:
         if first != row["id"]:
             raise DsparkError(f"data: expected every prompt to differ, but {row['id']} repeats {first}.")
     return rows
+
+
+def make_extra(known: list[Row], templates: Path = HERE / "templates") -> list[Row]:
+    """The train variants' slot values in every other combination and wording: rows that repeat none of ``known``."""
+    seen, rows = {_question(row) for row in known}, []
+    for domain in DOMAINS:
+        kinds = tomllib.loads((templates / f"{domain}.toml").read_text(encoding="utf-8"))["kind"]
+        for index, kind in enumerate(kinds):
+            fresh = {_question(row): row for row in _combinations(domain, index, kind)}
+            unseen = [row for question, row in fresh.items() if question not in seen]
+            rows += sorted(unseen, key=lambda row: _hash(row["id"]))[:EXTRA_PER_KIND]
+    return rows
+
+
+def _question(row: Row) -> str:
+    """What makes two prompts the same question: the first user turn."""
+    return next(message["content"] for message in row["messages"] if message["role"] == "user")
+
+
+def _combinations(domain: str, index: int, kind: dict[str, Any]) -> Iterator[Row]:
+    slots = {key: values for key, values in kind.items() if key not in FIXED_KEYS}
+    mine = [variant for variant in range(len(PLACES)) if PLACES[(variant + index) % len(PLACES)] == "train"]
+    for chosen in itertools.product(mine, repeat=len(slots)):
+        fill = {key: values[variant] for (key, values), variant in zip(slots.items(), chosen, strict=True)}
+        for wording, say in enumerate(kind["say"]):
+            name = f"{domain}-{kind['name']}-{''.join(map(str, chosen))}-{wording}"
+            messages = _turns(kind, fill, say, _hash(name) % 2 == 0, _hash(name) // 2)
+            yield {"id": name, "domain": domain, "split": "extra", "kind": kind["name"], "messages": messages}
+
+
+def _hash(text: str) -> int:
+    return int(hashlib.sha256(text.encode("utf-8")).hexdigest(), 16)
 
 
 def _variants(domain: str, index: int, kind: dict[str, Any]) -> Iterator[Row]:
@@ -63,11 +100,16 @@ def _variants(domain: str, index: int, kind: dict[str, Any]) -> Iterator[Row]:
 
 def _messages(kind: dict[str, Any], fill: dict[str, Any], index: int, variant: int) -> list[dict[str, str]]:
     """The variant's turns. The divisors differ so that wording, system turn and split vary independently."""
-    turns = [("user", kind["say"][(variant + index // 2) % len(kind["say"])])]
-    if "system" in kind and (variant + index // 3) % 2 == 0:
+    say = kind["say"][(variant + index // 2) % len(kind["say"])]
+    return _turns(kind, fill, say, (variant + index // 3) % 2 == 0, (variant + index) // 2)
+
+
+def _turns(kind: dict[str, Any], fill: dict[str, str], say: str, system: bool, follow: int) -> list[dict[str, str]]:
+    turns = [("user", say)]
+    if "system" in kind and system:
         turns.insert(0, ("system", kind["system"]))
     if "then" in kind:
-        turns += [("assistant", kind["answer"]), ("user", kind["then"][(variant + index) // 2 % len(kind["then"])])]
+        turns += [("assistant", kind["answer"]), ("user", kind["then"][follow % len(kind["then"])])]
     return [{"role": role, "content": text.format(**fill)} for role, text in turns]
 
 
@@ -87,7 +129,8 @@ def mixed(rows: list[Row]) -> list[Row]:
 def write_prompts(out: Path) -> dict[str, int]:
     """Write one JSONL file a split into ``out``; returns the number of prompts of each."""
     rows, counts = make_rows(), {}
-    for split in dict.fromkeys(PLACES):
+    rows += make_extra(rows)
+    for split in (*dict.fromkeys(PLACES), "extra"):
         chosen = mixed([row for row in rows if row["split"] == split])
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in chosen)
         atomic_write(out / f"{split}.jsonl", "".join(lines))
@@ -97,7 +140,7 @@ def write_prompts(out: Path) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=HERE / "prompts", help="where the three files go")
+    parser.add_argument("--out", type=Path, default=HERE / "prompts", help="where the files go")
     for split, count in write_prompts(parser.parse_args().out).items():
         print(f"{split}: {count} prompts")
 

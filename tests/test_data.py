@@ -15,6 +15,7 @@ from dspark.corpus.messages import content_id, read_conversation
 
 DATA = Path(__file__).parents[1] / "data"
 SIZES = {"train": 300, "calibration": 60, "test": 120}
+EXTRA = 1360
 DOMAINS = ("math", "code", "chat")
 
 
@@ -35,8 +36,8 @@ def rows() -> dict[str, list[dict[str, Any]]]:
 
 
 def test_committed_files_are_what_the_script_makes(maker: Any, tmp_path: Path) -> None:
-    assert maker.write_prompts(tmp_path) == SIZES
-    for split in SIZES:
+    assert maker.write_prompts(tmp_path) == {**SIZES, "extra": EXTRA}
+    for split in (*SIZES, "extra"):
         assert (tmp_path / f"{split}.jsonl").read_bytes() == (DATA / "prompts" / f"{split}.jsonl").read_bytes()
 
 
@@ -54,6 +55,20 @@ def test_no_prompt_and_no_question_in_two_splits(rows: dict[str, list[dict[str, 
     hashes = {content_id(read_conversation(row).messages) for row in flat}
     questions = {next(m["content"] for m in row["messages"] if m["role"] == "user").casefold() for row in flat}
     assert len(hashes) == len(questions) == len({row["id"] for row in flat}) == len(flat) == 480
+
+
+def test_extra_prompts_ask_nothing_that_another_split_asks(maker: Any, rows: dict[str, list[dict[str, Any]]]) -> None:
+    """Only values of train variants: no slot value that calibration or test alone may use."""
+    extra = [json.loads(line) for line in (DATA / "prompts" / "extra.jsonl").read_text(encoding="utf-8").splitlines()]
+    questions = {maker._question(row) for row in extra}
+    assert len(questions) == len({row["id"] for row in extra}) == len(extra) == EXTRA
+    assert not questions & {maker._question(row) for split in SIZES for row in rows[split]}
+    train = {(r["domain"], r["kind"], r["id"].rsplit("-", 1)[1]) for r in rows["train"]}
+    for row in extra:
+        chosen = row["id"].rsplit("-", 2)[1]
+        assert all((row["domain"], row["kind"], variant) in train for variant in chosen)
+        assert row["split"] == "extra"
+    assert max(Counter((row["domain"], row["kind"]) for row in extra).values()) == maker.EXTRA_PER_KIND
 
 
 def test_no_filled_content_in_two_splits(maker: Any) -> None:
