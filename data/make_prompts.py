@@ -5,8 +5,8 @@
 A template file is a domain, a ``[[kind]]`` in it is a kind of question with eight variants: variant j takes value j of
 each of the kind's lists. Five variants go to train, one to calibration, two to test, so every split asks every kind of
 question and no two splits share content. No random numbers: places rotate with the kind's index.
-A fourth file, extra, is for longer training: the train variants' values recombined, up to 40 prompts a kind, in the order
-of a hash.
+A fourth file, extra, is for longer training: the train variants' values recombined, up to 40 prompts a kind, in the
+order of a hash.
 """
 
 from __future__ import annotations
