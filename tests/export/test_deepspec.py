@@ -141,7 +141,7 @@ def change_config(folder: Path, **fields: Any) -> None:
         ({"target_layer_ids": [1, "2"]}, "target_layer_ids to be a list of whole numbers"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps to be a number"),
         ({"enable_confidence_head": "false"}, "enable_confidence_head to be true or false"),
-        ({"markov_head_type": "lstm"}, "markov_head to be one of vanilla, gated, rnn"),
+        ({"markov_head_type": "lstm"}, "markov_head to be one of vanilla, gated, rnn, pair"),
         ({"model_type": "llama"}, "model_type to be absent or 'qwen3'"),
         ({"hidden_act": "gelu"}, "hidden_act to be absent or 'silu'"),
         ({"mlp_bias": True}, "mlp_bias to be absent or False"),
