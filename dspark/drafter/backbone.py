@@ -1,8 +1,9 @@
 """The draft layers: Qwen3-style decoder layers whose keys and values are the context features, then the block itself.
 
-Pre-norm attention and SwiGLU. Queries come from the block only; context features enter through the same key and value
-maps as the block's normalised states, are not passed through a layer's input norm and not updated by layers, so their
-keys and values are computed once per token and cached by the caller.
+Pre-norm attention and SwiGLU, by option each between two convolutions along the block (convolution.py). Queries come
+from the block only; context features enter through the same key and value maps as the block's normalised states, are
+not passed through a layer's input norm and not updated by layers, so their keys and values are computed once per token
+and cached by the caller.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from dspark import ops
 from dspark.drafter.attention import Spans, attend
 from dspark.drafter.config import DrafterConfig
+from dspark.drafter.convolution import convolution
 from dspark.drafter.layers import Dense, RMSNorm
 from dspark.drafter.rope import rotate
 
@@ -82,8 +84,11 @@ class DraftLayer(nn.Module):
         self.self_attn = DraftAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config)
+        self.before_attention, self.after_attention = convolution(config), convolution(config)
+        self.before_mlp, self.after_mlp = convolution(config), convolution(config)
 
     def forward(self, x: Tensor, rotary: Rotary, context: tuple[Tensor, Tensor], spans: Spans) -> Tensor:
         """x [B,K,H] -> [B,K,H]."""
-        x = x + self.self_attn(self.input_layernorm(x), rotary, context, spans)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        normed = self.before_attention(self.input_layernorm(x))
+        x = x + self.after_attention(self.self_attn(normed, rotary, context, spans))
+        return x + self.after_mlp(self.mlp(self.before_mlp(self.post_attention_layernorm(x))))

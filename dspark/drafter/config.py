@@ -15,7 +15,8 @@ from typing import Any
 from dspark.contracts import DsparkError
 from dspark.drafter.rope import check_rope, rope_parameters_of
 
-MARKOV_HEADS = ("vanilla", "gated", "rnn")
+MARKOV_HEADS = ("vanilla", "gated", "rnn", "pair")
+CHANNEL_GROUP = 16  # channels that share the taps of a convolution
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,10 @@ class DrafterConfig:
     sliding_window: how many context tokens before the anchor a block sees (0 = all).
     input_fusion: block inputs are projections of the last context feature and the anchor's embedding (fusion.py), not
         the anchor's and the mask token's embeddings.
+    layer_fusion: each draft layer mixes the tapped target layers with a map and a norm of its own (features.py).
+    convolution: two-tap convolutions along the block around each sublayer (convolution.py).
+    candidates: when drafting, a slot's law lives on this many tokens of the largest base logits (candidates.py; 0 =
+        all). No part of the weights: training is the same with every value.
     draft_vocab_size: columns of the draft logits (0 = the whole vocabulary). qk_norm: per-head norm of queries and
         keys as in Qwen3; off for draft layers copied from a target without it.
     target_fingerprint: of the target it was trained for ("" = unknown).
@@ -66,6 +71,9 @@ class DrafterConfig:
     stop_gradient: bool = False
     sliding_window: int = 0
     input_fusion: bool = False
+    layer_fusion: bool = False
+    convolution: bool = False
+    candidates: int = 0
     draft_vocab_size: int = 0
     target_fingerprint: str = ""
 
@@ -141,6 +149,8 @@ def _check_sizes(config: DrafterConfig) -> None:
     checks = (
         ("sample_from_anchor", isinstance(config.sample_from_anchor, bool), "true or false"),
         ("input_fusion", isinstance(config.input_fusion, bool), "true or false"),
+        ("layer_fusion", isinstance(config.layer_fusion, bool), "true or false"),
+        ("convolution", isinstance(config.convolution, bool), "true or false"),
         ("block_size", _is_int(config.block_size, least), f"an integer >= {least} (with this sample_from_anchor)"),
         ("num_layers", _is_int(config.num_layers, 1), "a positive integer"),
         ("head_dim", _is_int(config.head_dim, 2) and config.head_dim % 2 == 0, "a positive even integer"),
@@ -151,6 +161,10 @@ def _check_sizes(config: DrafterConfig) -> None:
         ("sliding_window", _is_int(config.sliding_window, 0), "an integer >= 0 (0 = off)"),
         ("draft_vocab_size", _is_int(config.draft_vocab_size, 0) and config.draft_vocab_size < config.vocab_size,
          f"0 (the whole vocabulary) or below vocab_size {config.vocab_size}"),
+        ("candidates", _is_int(config.candidates, 0) and config.candidates <= config.num_columns,
+         f"0 (all tokens) or an integer up to the {config.num_columns} columns of the draft logits"),
+        ("hidden_size", not config.convolution or config.hidden_size % CHANNEL_GROUP == 0,
+         f"a multiple of {CHANNEL_GROUP} with convolution: true (taps are shared by {CHANNEL_GROUP} channels)"),
     )  # fmt: skip
     for name, ok, wanted in checks:
         _check(name, getattr(config, name), ok, wanted)

@@ -2,9 +2,11 @@
 
 A default start costs tens of nats, because the target's LM head meets hidden states it was never made for. Every part
 here can be had alone, and changes nothing but the parameters it names:
-    layers       draft layer j becomes a copy of a target layer; the context norm takes their mean input-norm weight, so
-                 a context feature enters their key and value maps as the target's own hidden states do
-    fuse         fc passes the last tapped layer through and starts from zero on the others
+    layers       draft layer j becomes a copy of a target layer (its convolutions stay as they are); the context norm
+                 takes their mean input-norm weight, a layer's own context norm that layer's, so a context feature
+                 enters their key and value maps as the target's own hidden states do
+    fuse         fc (every layer's, with layer_fusion) passes the last tapped layer through and starts from zero on the
+                 others
     final_norm   the target's final norm times a factor: 1 keeps its logits' scale (a bad start), 0.03 to 0.1 near flat
     residual     out-projections (attention, MLP) times a factor: 0 makes each layer the identity
     bigrams      the Markov head as a smoothed bigram model of the given text, truncated to its rank
@@ -89,11 +91,15 @@ def initialise_markov(drafter: Drafter, pairs: Tensor, counts: Tensor, smoothing
 
 
 def _copy_layers(drafter: Drafter, target: Any, ids: list[int]) -> None:
+    config = drafter.config
     _check_fit(drafter, target, ids)
     for layer, index in zip(drafter.draft_layers, ids, strict=True):
-        layer.load_state_dict(_layer_state(target, index), strict=True)
-    norms = torch.stack([layer.input_layernorm.weight for layer in drafter.draft_layers])
-    drafter.hidden_norm.weight.copy_(norms.float().mean(dim=0))
+        taps = {name: tensor for name, tensor in layer.state_dict().items() if ".taps." in name}
+        layer.load_state_dict(taps | _layer_state(target, index), strict=True)
+    norms = torch.stack([layer.input_layernorm.weight for layer in drafter.draft_layers]).float()
+    weights = norms if config.layer_fusion else norms.mean(dim=0, keepdim=True)
+    for (_, norm), weight in zip(drafter.feature_maps, weights, strict=True):
+        norm.weight.copy_(weight)
 
 
 def _check_fit(drafter: Drafter, target: Any, ids: list[int]) -> None:
@@ -138,6 +144,7 @@ def _layer_state(target: Any, index: int) -> dict[str, Tensor]:
 
 
 def _fuse_last(drafter: Drafter) -> None:
-    weight, hidden = drafter.fc.weight, drafter.config.hidden_size
-    weight.zero_()
-    weight[:, -hidden:] = torch.eye(hidden)
+    hidden = drafter.config.hidden_size
+    for fc, _ in drafter.feature_maps:
+        fc.weight.zero_()
+        fc.weight[:, -hidden:] = torch.eye(hidden)

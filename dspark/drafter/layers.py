@@ -41,6 +41,15 @@ class Dense(nn.Module):
         return linear(x, self.weight, self.bias, self.training, self.out_dtype)
 
 
+class Constant(Dense):
+    """A map that starts as a constant: weight 0, the given bias [n_out]. `start` draws nothing for it, so a model with
+    one more of these has the same other weights."""
+
+    def __init__(self, n_in: int, bias: Tensor):
+        super().__init__(n_in, len(bias), bias=True)
+        self.weight, self.bias = nn.Parameter(torch.zeros(len(bias), n_in)), nn.Parameter(bias)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in fp32."""
 
@@ -68,8 +77,11 @@ class Table(nn.Module):
 
 @torch.no_grad()
 def start(module: nn.Module, generator: torch.Generator) -> None:
-    """Fresh weights below `module`, in the order of its tree: normal with deviation 1/sqrt(n_in), tables 0.02."""
+    """Fresh weights below `module`, in the order of its tree: normal with deviation 1/sqrt(n_in), tables 0.02;
+    constants stay as they were made."""
     for part in module.modules():
+        if isinstance(part, Constant):
+            continue
         if isinstance(part, Dense):
             part.weight.normal_(0.0, 1.0 / math.sqrt(part.weight.shape[1]), generator=generator)
         elif isinstance(part, Table):

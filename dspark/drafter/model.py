@@ -1,10 +1,13 @@
 """The draft model: context features in, a block of token proposals with confidences out.
 
-    features [N, n*H] -> fc, norm -> context: keys and values per draft layer (cached by the caller)
+    features [N, n*H] -> fc, norm -> context: keys and values per draft layer (cached by the caller); with layer_fusion
+                         a map and a norm for each layer
     anchor + mask tokens, or fused inputs -> draft layers -> hidden [B, P, H]
     hidden -> LM head + Markov bias -> logits [B, P, Vd]
 Two arithmetic paths, one code: ``train()`` is plain torch with autograd, ``eval()`` the inference ops, in which a
 block's bits depend on the block and its context alone, and ``teacher_forced`` equals ``propose`` bit for bit.
+With `candidates` the draft law is cut to a few tokens in eval() alone. In train() it keeps the whole vocabulary: a
+label among the dropped ones would have logit -inf, an infinite loss, and no gradient to bring it back.
 The target's embedding and LM head are bound from outside (``bind``): they are no parameters, get no gradient and are
 in no checkpoint. Caching context keys, choosing tokens and verifying live in the runner.
 """
@@ -20,9 +23,11 @@ from torch import Tensor, nn
 from dspark.contracts import DsparkError
 from dspark.drafter.attention import Spans
 from dspark.drafter.backbone import DraftLayer
+from dspark.drafter.candidates import keep_candidates
 from dspark.drafter.confidence import ConfidenceHead
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.context import Context
+from dspark.drafter.features import LayerFeatures
 from dspark.drafter.fusion import InputFusion
 from dspark.drafter.layers import Dense, RMSNorm, linear, start
 from dspark.drafter.rope import Rope
@@ -34,7 +39,8 @@ Choose = Callable[[int, Tensor], Tensor]  # slot, logits [B, Vd] fp32 -> vocabul
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """hidden [B,P,H]; logits [B,P,Vd] fp32 (Markov bias included); confidence_logits [B,P] fp32 before temperature."""
+    """hidden [B,P,H]; logits [B,P,Vd] fp32 (Markov bias included; in eval -inf off the candidates); confidence_logits
+    [B,P] fp32 before temperature."""
 
     hidden: Tensor
     logits: Tensor
@@ -67,6 +73,8 @@ class Drafter(nn.Module):
         self.markov_head = markov_head(config)
         rank = config.markov_rank if config.confidence_with_markov else 0
         self.confidence_head = ConfidenceHead(hidden, rank, config.num_predictions) if config.confidence_head else None
+        own = config.num_layers - 1 if config.layer_fusion else 0  # last, so that all before it starts as without it
+        self.layer_features = nn.ModuleList(LayerFeatures(config) for _ in range(own))
         self.register_buffer("draft_ids", _draft_ids(config, draft_ids))
         self.rope = Rope(config.rope_parameters, config.head_dim)
         self._bound: BoundVocabulary | None = None
@@ -75,6 +83,12 @@ class Drafter(nn.Module):
     @property
     def draft_layers(self) -> list[DraftLayer]:
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
+    @property
+    def feature_maps(self) -> list[tuple[Dense, RMSNorm]]:
+        """fc and hidden_norm: the pair that all draft layers read, or with layer_fusion one pair per draft layer."""
+        own = [part for part in self.layer_features if isinstance(part, LayerFeatures)]
+        return [(self.fc, self.hidden_norm), *((part.fc, part.hidden_norm) for part in own)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,10 +108,16 @@ class Drafter(nn.Module):
     def encode(self, features: Tensor, positions: Tensor) -> Context:
         """features [N, n*H]: the tapped target layers side by side, of tokens at positions [N] -> their context."""
         with self._grad():
-            states = self.hidden_norm(self.fc(features.to(self.dtype)))
+            states = self._layer_states(features.to(self.dtype))
             rotary = self.rope(positions)
-            layers = [layer.self_attn.keys_values(states, rotary) for layer in self.draft_layers]
-        return Context(layers, states if self.fusion is not None else None)
+            pairs = zip(self.draft_layers, states, strict=True)
+            layers = [layer.self_attn.keys_values(x, rotary) for layer, x in pairs]
+        return Context(layers, states[0] if self.fusion is not None else None)
+
+    def _layer_states(self, features: Tensor) -> list[Tensor]:
+        """features [N, n*H] -> context features [N,H] of each draft layer: its own, or the first one's for all."""
+        states = [norm(fc(features)) for fc, norm in self.feature_maps]
+        return states if self.config.layer_fusion else states * self.config.num_layers
 
     # The block
 
@@ -131,10 +151,11 @@ class Drafter(nn.Module):
         return self._vocabulary.head(self.draft_ids, dtype, self.fc.weight.device)
 
     def base_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [...,H] -> the target's LM head at the draft columns [...,Vd] fp32."""
+        """hidden [...,H] -> the target's LM head at the draft columns [...,Vd] fp32; in eval cut to the candidates."""
         with self._grad():
             head = self.head_columns(hidden.dtype)
-            return linear(hidden, head, None, self.training, torch.float32)
+            logits = linear(hidden, head, None, self.training, torch.float32)
+            return logits if self.training else keep_candidates(logits, self.config.candidates)
 
     def slot_bias(
         self, state: Tensor | None, hidden: Tensor, prev_ids: Tensor

@@ -4,8 +4,9 @@ What slot k should say is the target's hidden state at the position it predicts 
     y_k ~ F_k [c ; norm(e)] + M norm(e_prev)        c = norm(fc f): context feature before the anchor, e: the anchor's
                                                     embedding, e_prev: embedding of the token before the prediction
 Three ridge regressions in order: fc so that c predicts the first slot, M (shared by the slots, cut to the Markov head's
-rank in the metric of the logits), F_k on what M leaves. The draft layers become the identity by zeroed out-projections;
-training goes on from there. A few hundred answers give what gradient steps of the same cost do not come near
+rank in the metric of the logits), F_k on what M leaves. The draft layers become the identity by zeroed out-projections
+(whatever their convolutions do to zeros), and with layer_fusion each starts from a copy of fc; training goes on from
+there. A few hundred answers give what gradient steps of the same cost do not come near
 (the README says what was measured).
 """
 
@@ -54,7 +55,8 @@ def start_by_regression(drafter: Drafter, seen: Observations, ridge: float = 100
             "regression start: expected answers long enough to fill every slot of a block, but got none. Give longer "
             "answers or a smaller block_size."
         )
-    drafter.hidden_norm.weight.fill_(1.0)
+    for _, norm in drafter.feature_maps:
+        norm.weight.fill_(1.0)
     drafter.fusion.embed_norm.weight.fill_(1.0)
     try:
         _solve(drafter, seen, ridge)
@@ -70,7 +72,9 @@ def start_by_regression(drafter: Drafter, seen: Observations, ridge: float = 100
 
 def _solve(drafter: Drafter, seen: Observations, ridge: float) -> None:
     anchor = _embedded(drafter, seen.anchor_ids)
-    drafter.fc.weight.copy_(_solve_fc(seen, anchor, ridge).T)
+    solution = _solve_fc(seen, anchor, ridge).T
+    for fc, _ in drafter.feature_maps:
+        fc.weight.copy_(solution)
     eps = drafter.config.rms_norm_eps
     known = torch.cat([_unit(seen.features.float() @ drafter.fc.weight.T, eps), anchor], dim=-1)
     correction = _solve_markov(drafter, seen, known, ridge)

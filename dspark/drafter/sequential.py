@@ -5,6 +5,7 @@ bias = W2 phi, with e = W1[previous token] over the full vocabulary and W2 over 
     gated    phi = sigmoid(G [h; e]) * e
     rnn      [gate, cand, out] = J [s; e; h];  phi = tanh(out), which uses the old state s (0 at the block's start);
              then s <- sigmoid(gate) * s + (1 - sigmoid(gate)) * tanh(cand)
+    pair     phi = (P h + b) * e, the pair score <A(a) * H(h), B(b)> of DFlash 2 (z-lab 2026); it starts as vanilla
 Shapes: e, s, phi [M,r]; h [M,H]. Rank 0 means no head: ``markov_head`` gives None.
 """
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark.drafter.config import DrafterConfig
-from dspark.drafter.layers import Dense, Table, sigmoid, tanh
+from dspark.drafter.layers import Constant, Dense, Table, sigmoid, tanh
 
 _GATE_BIAS = 2.0  # a gated head starts nearly open: sigmoid(2) = 0.88
 _RNN_RANGE = 0.25  # an rnn head starts with |e| below this, where tanh(e) is e within 2 %
@@ -74,7 +75,18 @@ class RecurrentMarkovHead(MarkovHead):
         return torch.stack(phis, dim=1)
 
 
-_HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RecurrentMarkovHead}
+class PairMarkovHead(MarkovHead):
+    """The hidden state weighs the dimensions of the previous token's embedding, without bound or sign."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        self.pair_proj = Constant(config.hidden_size, torch.ones(self.rank))
+
+    def step(self, state: Tensor | None, hidden: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.pair_proj(hidden) * embedding, None
+
+
+_HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RecurrentMarkovHead, "pair": PairMarkovHead}
 
 
 def markov_head(config: DrafterConfig) -> MarkovHead | None:
@@ -89,6 +101,10 @@ def set_markov_weights(head: MarkovHead, w1: Tensor, w2: Tensor) -> None:
         head.gate_proj.weight.zero_()
         head.gate_proj.bias.fill_(_GATE_BIAS)
         w2 = w2 / torch.sigmoid(torch.tensor(_GATE_BIAS))
+    if isinstance(head, PairMarkovHead):
+        assert head.pair_proj.bias is not None
+        head.pair_proj.weight.zero_()
+        head.pair_proj.bias.fill_(1.0)
     if isinstance(head, RecurrentMarkovHead):
         shrink = _RNN_RANGE / w1.abs().amax().clamp(min=_RNN_RANGE)
         w1, w2 = w1 * shrink, w2 / shrink

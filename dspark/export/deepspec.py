@@ -98,7 +98,7 @@ def deepspec_config(raw: dict[str, Any], where: str) -> DrafterConfig:
     # Keys of vLLM's that the reference does not know; other values than these would be another draft model.
     known = {"draft_vocab_size": layers["vocab_size"], "target_hidden_size": layers["hidden_size"]}
     only(raw, {"sample_from_anchor": True, "dspark_draft_topk": None, **known}, where)
-    return DrafterConfig(
+    config = DrafterConfig(
         **layers,
         sample_from_anchor=True,
         block_size=take(raw, "block_size", int, where),
@@ -110,3 +110,6 @@ def deepspec_config(raw: dict[str, Any], where: str) -> DrafterConfig:
         confidence_head=take(raw, "enable_confidence_head", bool, where, False),
         confidence_with_markov=take(raw, "confidence_head_with_markov", bool, where, False),
     )
+    if refused := refusals(config):
+        raise DsparkError(f"{where}: expected a draft model that the layout knows, but it has {'; '.join(refused)}.")
+    return config

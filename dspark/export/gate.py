@@ -87,6 +87,7 @@ def _compare(what: str, expected: Tensor, got: Tensor) -> None:
     if torch.equal(expected, got):
         return
     difference = (expected.double() - got.double()).abs().nan_to_num(nan=float("inf"))
+    difference = difference.masked_fill(expected == got, 0.0)  # two equal -inf, off the candidates, are no difference
     where = torch.unravel_index(difference.argmax(), difference.shape)
     place = ", ".join(f"{n} {int(i)}" for n, i in zip(("block", "slot", "column"), where, strict=False))
     raise DsparkError(

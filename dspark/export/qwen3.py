@@ -40,6 +40,10 @@ def unsayable(config: DrafterConfig) -> list[str]:
     biased = config.attention_bias != config.attention_out_bias
     checks = (
         (config.input_fusion, "input_fusion true (block inputs that are not embeddings)"),
+        (config.layer_fusion, "layer_fusion true (one map of the tapped layers serves all draft layers)"),
+        (config.convolution, "convolution true (Qwen3 layers have none)"),
+        (config.candidates > 0, f"candidates {config.candidates} (the draft law is over all columns)"),
+        (config.markov_head == "pair", "markov_head pair (the known kinds are vanilla, gated, rnn)"),
         (not config.qk_norm, "qk_norm false (Qwen3 layers norm queries and keys)"),
         (biased, "attention_bias unlike attention_out_bias (one switch sets both)"),
         (config.mlp_bias, "mlp_bias true"),

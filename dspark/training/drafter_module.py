@@ -264,8 +264,9 @@ class DrafterModule(FrozenTargetModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises DsparkError when the checkpoint holds another draft model than the recipe describes."""
-        saved, given = checkpoint.get(CHECKPOINT_KEY, {}), self.config.to_dict()
-        differing = [f"{k}: saved {saved.get(k)!r}, given {given[k]!r}" for k in given if saved.get(k) != given[k]]
+        saved = DrafterConfig.from_dict(checkpoint.get(CHECKPOINT_KEY, {}), "checkpoint").to_dict()
+        given = self.config.to_dict()
+        differing = [f"{k}: saved {saved[k]!r}, given {given[k]!r}" for k in given if saved[k] != given[k]]
         if differing:
             raise DsparkError(
                 f"checkpoint: expected the draft model of this recipe, but got another: {'; '.join(differing)}. "

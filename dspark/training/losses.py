@@ -23,17 +23,20 @@ SumCount = tuple[Tensor, Tensor]
 
 
 def cross_entropy(log_draft: Tensor, columns: Tensor, weights: Tensor) -> SumCount:
-    """log_draft [..., V'] log-probabilities, columns [...] int64 of the labels (-1: not in the draft vocabulary)."""
-    known = columns >= 0
-    weights = weights * known
+    """log_draft [..., V'] log-probabilities, columns [...] int64 of the labels (-1: not in the draft vocabulary). Only
+    labels with a probability count: in validation a label may be none of its slot's candidates, at -inf."""
     picked = log_draft.gather(-1, columns.clamp_min(0)[..., None])[..., 0]
-    return -(picked * weights).sum(), weights.sum()
+    known = (columns >= 0) & (picked != -torch.inf)
+    weights = weights * known
+    return -(picked.where(known, 0.0) * weights).sum(), weights.sum()
 
 
 def soft_cross_entropy(log_draft: Tensor, law: TargetLaw, weights: Tensor) -> SumCount:
     """Cross entropy of the draft against the target's law per slot: log_draft [..., V'], weights [...]. Mass of the law
-    outside the draft vocabulary is left out: no draft could lower it."""
-    return weighted(-(law.inside * log_draft).sum(dim=-1), weights)
+    outside the draft vocabulary is left out: no draft could lower it; so is, in validation, what lies off a slot's
+    candidates, at -inf."""
+    product = (law.inside * log_draft).masked_fill(log_draft == -torch.inf, 0.0)
+    return weighted(-product.sum(dim=-1), weights)
 
 
 def l1_distance(draft: Tensor, law: TargetLaw) -> Tensor:

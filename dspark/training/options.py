@@ -26,12 +26,15 @@ class DrafterOptions:
         num_layers: draft layers.
         draft_vocab_size: the draft predicts only this many most frequent response ids; 0 keeps the full vocabulary.
         markov_rank: rank of the sequential head; 0 is plain DFlash.
-        markov_head: vanilla, gated or rnn.
+        markov_head: vanilla, gated, rnn or pair.
         confidence_head: predict each slot's acceptance.
         confidence_with_markov: the confidence head also reads the previous token's Markov embedding.
         stop_gradient: keep the confidence loss out of the draft layers (disputed; the reference does not).
         sliding_window: context tokens a block may see; 0 is all.
         input_fusion: block inputs are projections of the last context feature and the anchor, not mask embeddings.
+        layer_fusion: each draft layer mixes the tapped target layers with a map of its own, not one shared by all.
+        convolution: two-tap convolutions along the block around each sublayer; needs a hidden size that 16 divides.
+        candidates: drafting draws from this many tokens of the largest base logits per slot; 0 is all.
     """
 
     mask_token_id: int
@@ -41,12 +44,15 @@ class DrafterOptions:
     num_layers: int = 2
     draft_vocab_size: int = 0
     markov_rank: int = 64
-    markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    markov_head: Literal["vanilla", "gated", "rnn", "pair"] = "vanilla"
     confidence_head: bool = True
     confidence_with_markov: bool = True
     stop_gradient: bool = False
     sliding_window: int = 0
     input_fusion: bool = False
+    layer_fusion: bool = False
+    convolution: bool = False
+    candidates: int = 0
 
 
 @dataclass(kw_only=True)

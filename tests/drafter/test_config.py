@@ -47,6 +47,11 @@ def test_unknown_and_missing_keys(config):
         ("draft_vocab_size", 61),
         ("sliding_window", -1),
         ("sample_from_anchor", None),
+        ("candidates", -1),
+        ("candidates", True),
+        ("candidates", 62),
+        ("convolution", 1),
+        ("layer_fusion", "yes"),
         ("rope_parameters", {"rope_theta": 1e4}),
         ("rope_parameters", {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}),
         ("rope_parameters", {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2}),
@@ -57,6 +62,24 @@ def test_bad_values_are_named(config, field, value):
         config(**{field: value})
 
 
+def test_options_that_do_not_fit_are_named(config):
+    with pytest.raises(DsparkError, match=r"hidden_size to be a multiple of 16 with convolution: true.* got 24"):
+        config(convolution=True)
+    with pytest.raises(DsparkError, match=r"candidates to be 0 .all tokens. or an integer up to the 20 columns"):
+        config(candidates=21, draft_vocab_size=20)
+    assert config(candidates=20, draft_vocab_size=20).candidates == 20
+
+
+def test_options_at_their_default_leave_the_identity_alone(config, full):
+    """What earlier models' hashes were taken over; a config written before the options reads as one without them."""
+    options = {"layer_fusion": True, "convolution": True, "candidates": 4}
+    plain = config(**full, hidden_size=32)
+    assert not options.keys() & plain.identity().keys()
+    old = {name: value for name, value in plain.to_dict().items() if name not in options}
+    assert DrafterConfig.from_dict(old) == plain
+    assert options.items() <= config(**full, hidden_size=32, **options).identity().items()
+
+
 def test_dflash_convention_needs_two_slots(config):
     with pytest.raises(DsparkError, match="block_size"):
         config(block_size=1, sample_from_anchor=False)
@@ -64,7 +87,7 @@ def test_dflash_convention_needs_two_slots(config):
     assert config(block_size=5, sample_from_anchor=True).num_predictions == 5
 
 
-MIXES = tuple(itertools.product(("vanilla", "gated", "rnn"), (0, 6), (False, True), (False, True), (0, 20)))
+MIXES = tuple(itertools.product(("vanilla", "gated", "rnn", "pair"), (0, 6), (False, True), (False, True), (0, 20)))
 
 
 @pytest.mark.parametrize(("head", "rank", "confidence", "with_markov", "vocabulary"), MIXES)

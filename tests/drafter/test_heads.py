@@ -8,6 +8,7 @@ import torch
 from dspark.contracts import DsparkError
 from dspark.drafter.confidence import ConfidenceHead
 from dspark.drafter.layers import sigmoid, tanh
+from dspark.drafter.model import Drafter
 
 VALUES = torch.cat([torch.linspace(-12, 12, 5003), torch.tensor([0.0, -0.0, 1e-8, -200.0, 200.0])])
 
@@ -45,6 +46,22 @@ def test_gated_and_rnn_formulas(drafter):
         torch.testing.assert_close(bias, torch.tanh(o) @ head.markov_w2.weight.T)
         s = torch.sigmoid(g) * s + (1 - torch.sigmoid(g)) * torch.tanh(c)
         torch.testing.assert_close(state, s)
+
+
+def test_pair_formula_and_its_vanilla_start(drafter, config):
+    hidden, ids = torch.randn(5, 24, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 60, 7, 7, 1])
+    pair = drafter(markov_rank=6, markov_head="pair").train()
+    head = pair.markov_head
+    e = head.markov_w1.weight[ids]
+    phi = (hidden @ head.pair_proj.weight.T + head.pair_proj.bias) * e
+    bias, state, embedding = pair.slot_bias(None, hidden, ids)
+    torch.testing.assert_close(bias, phi @ head.markov_w2.weight.T)
+    assert state is None
+    assert torch.equal(embedding, e)
+    fresh, vanilla = (Drafter(config(markov_rank=6, markov_head=kind), seed=3) for kind in ("pair", "vanilla"))
+    for mode in (True, False):
+        biases = [model.train(mode).slot_bias(None, hidden, ids)[0] for model in (fresh, vanilla)]
+        assert torch.equal(*biases)
 
 
 def test_confidence_head_is_findable_and_has_a_temperature_per_slot():

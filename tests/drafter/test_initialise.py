@@ -15,9 +15,9 @@ weights = pytest.importorskip("dspark.target.weights")
 V, H = 50, 24
 
 
-def make_target(architecture: str = "LlamaForCausalLM"):
+def make_target(architecture: str = "LlamaForCausalLM", hidden: int = H):
     raw = {
-        "architectures": [architecture], "vocab_size": V, "hidden_size": H, "intermediate_size": 40,
+        "architectures": [architecture], "vocab_size": V, "hidden_size": hidden, "intermediate_size": 40,
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
         "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "max_position_embeddings": 128,
         "tie_word_embeddings": False,
@@ -70,6 +70,27 @@ def test_parts_touch_only_what_they_name():
     assert {n.split(".")[-2] for n in changed} == {"norm", "o_proj", "down_proj"}
 
 
+def test_layers_are_copied_into_a_model_with_options():
+    """Convolutions stay the identity they start as; each layer's context norm is that layer's own input norm."""
+    target = make_target(hidden=32)
+    for layer in target.layers:
+        layer.input_norm.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(int(layer.qkv[0, 0].abs() * 1e6)))
+    plain, drafter = (make_drafter(target, layer_fusion=on, convolution=on) for on in (False, True))
+    for one in (plain, drafter):
+        initialise_from_target(one, target)
+    norms = [target.layers[i].input_norm for i in (2, 3)]
+    assert not torch.equal(*norms)
+    assert [norm.weight.tolist() for _, norm in drafter.feature_maps] == [norm.tolist() for norm in norms]
+    assert torch.equal(plain.hidden_norm.weight, torch.stack(norms).mean(dim=0))
+    assert all(torch.equal(fc.weight, plain.fc.weight) for fc, _ in drafter.feature_maps)
+    for one, other in zip(plain.layers, drafter.layers, strict=True):
+        theirs = other.state_dict()
+        assert all(torch.equal(theirs[name], tensor) for name, tensor in one.state_dict().items())
+    taps = [p for name, p in drafter.named_parameters() if name.endswith("taps.weight")]
+    assert len(taps) == 8
+    assert not any(bool(p.any()) for p in taps)
+
+
 def test_shapes_must_fit():
     target = make_target()
     with pytest.raises(DsparkError, match="qk_norm"):
@@ -89,7 +110,7 @@ def test_bigram_counts():
     assert bigram_counts([])[0].shape == (0, 2)
 
 
-@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "pair"])
 @pytest.mark.parametrize("vocabulary", [0, 30])
 def test_bigrams_come_back_from_the_head(head, vocabulary):
     """At a rank that suffices, softmax(bias) is the smoothed bigram model of the text."""

@@ -9,9 +9,16 @@ import pytest
 import torch
 
 from dspark.contracts import DsparkError
-from dspark.drafter.context import Context
+from tests.drafter.checks import (
+    assert_all_get_gradients,
+    assert_alone,
+    assert_paths_agree,
+    assert_proposes_as_forced,
+    forced,
+    propose,
+)
 
-HEADS = ("none", "vanilla", "gated", "rnn", "fusion")
+HEADS = ("none", "vanilla", "gated", "rnn", "pair", "fusion")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -23,39 +30,12 @@ def fields_of(head: str) -> dict:
     return {"markov_head": head, "markov_rank": 6, "confidence_head": True, "confidence_with_markov": True}
 
 
-def forced(model, data, blocks=None):
-    blocks = data.blocks if blocks is None else blocks
-    return model.teacher_forced(*blocks.inputs(model.encode(data.features, data.positions)))
-
-
-def propose(model, data, gamma=None):
-    """Greedy proposal, and the logits each choice saw."""
-    seen = []
-
-    def choose(slot, logits):
-        assert slot == len(seen)
-        seen.append(logits)
-        return model.vocab_ids(logits.argmax(-1))
-
-    b = data.blocks
-    context = model.encode(data.features, data.positions)
-    proposal = model.propose(b.anchor_ids, b.anchor_positions, context, b.begin, b.end, choose, gamma)
-    return proposal, torch.stack(seen, dim=1)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("extra", [{}, {"draft_vocab_size": 20}, {"sliding_window": 5}, {"sample_from_anchor": False}])
 def test_teacher_forced_equals_propose_bit_for_bit(drafter, batch, dtype, head, extra):
     model = drafter(dtype, **fields_of(head), **extra).eval()
-    data = batch(model.config, dtype=dtype)
-    proposal, seen = propose(model, data)
-    b = data.blocks
-    context = model.encode(data.features, data.positions)
-    out = model.teacher_forced(b.anchor_ids, b.anchor_positions, proposal.token_ids, context, b.begin, b.end)
-    assert proposal.token_ids.shape == (15, model.config.num_predictions)
-    assert torch.equal(out.logits, seen)
-    assert torch.equal(out.confidence_logits, proposal.confidence_logits)
+    assert_proposes_as_forced(model, batch(model.config, dtype=dtype))
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -68,35 +48,11 @@ def test_a_shorter_gamma_draws_the_same_tokens(drafter, batch, head):
     assert torch.equal(short[0].confidence_logits, whole[0].confidence_logits[:, :2])
 
 
-def shifted(rows):
-    """The rows, 11 further down, behind poison."""
-    return torch.cat([torch.full_like(rows[:11], float("nan")), rows])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head", HEADS)
 def test_a_block_does_not_depend_on_its_batch(drafter, batch, dtype, head):
-    """Alone, reversed, and with the context moved to other arena rows: the same bits."""
     model = drafter(dtype, **fields_of(head)).eval()
-    data = batch(model.config, dtype=dtype)
-    b, context = data.blocks, model.encode(data.features, data.positions)
-    whole = model.teacher_forced(*b.inputs(context))
-    back = torch.arange(15).flip(0)
-    args = [t[back] for t in (b.anchor_ids, b.anchor_positions, b.labels)]
-    turned = model.teacher_forced(*args, context, b.begin[back], b.end[back])
-    assert torch.equal(turned.logits, whole.logits[back])
-    moved = Context(
-        [tuple(map(shifted, layer)) for layer in context.layers],
-        None if context.features is None else shifted(context.features),
-    )
-    for i in (0, 7, 14):
-        args = [t[i : i + 1] for t in (b.anchor_ids, b.anchor_positions, b.labels)]
-        alone = model.teacher_forced(*args, moved, b.begin[i : i + 1] + 11, b.end[i : i + 1] + 11)
-        assert torch.equal(alone.logits[0], whole.logits[i])
-        assert torch.equal(alone.confidence_logits[0], whole.confidence_logits[i])
-    part = model.encode(data.features[9:], data.positions[9:])
-    for layer, rest in zip(context.layers, part.layers, strict=True):
-        assert all(torch.equal(a[9:], b) for a, b in zip(layer, rest, strict=True))
+    assert_alone(model, batch(model.config, dtype=dtype))
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -104,12 +60,7 @@ def test_a_block_does_not_depend_on_its_batch(drafter, batch, dtype, head):
 def test_training_path_agrees_with_inference_path(drafter, batch, head, extra):
     biases = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}
     model = drafter(**fields_of(head), **extra, **biases)
-    data = batch(model.config)
-    one, two = forced(model.train(), data), forced(model.eval(), data)
-    torch.testing.assert_close(one.logits, two.logits, rtol=0, atol=3e-5)
-    torch.testing.assert_close(one.confidence_logits, two.confidence_logits, rtol=0, atol=3e-5)
-    assert one.logits.requires_grad
-    assert not two.logits.requires_grad
+    assert_paths_agree(model, batch(model.config))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -137,10 +88,8 @@ def test_target_weights_are_lent_not_owned(drafter, batch, full):
 
 def test_every_parameter_gets_a_gradient(drafter, batch, full):
     for head in HEADS[1:]:
-        model = drafter(**{**full, **fields_of(head)}).train()
-        out = forced(model, batch(model.config))
-        (out.logits.logsumexp(-1).sum() + out.confidence_logits.sum()).backward()
-        assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+        model = drafter(**{**full, **fields_of(head)})
+        assert_all_get_gradients(model, batch(model.config))
 
 
 def test_first_slot_is_trained(drafter, batch, full):

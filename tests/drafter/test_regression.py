@@ -10,6 +10,7 @@ from dspark.drafter.context import Context
 from dspark.drafter.regression import Observations, _ridge, start_by_regression
 
 B = 600
+OPTIONS = {"hidden_size": 32, "convolution": True, "layer_fusion": True, "candidates": 7}
 
 
 def observations(model, seed=4, noise=0.0) -> Observations:
@@ -34,10 +35,11 @@ def logits_of(model, seen: Observations) -> torch.Tensor:
     return model.teacher_forced(seen.anchor_ids, torch.ones_like(rows), labels, context, rows, rows + 1).logits
 
 
-@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "pair"])
 @pytest.mark.parametrize("convention", [True, False])
-def test_a_linear_target_is_found(drafter, head, convention):
-    fields = {"markov_head": head, "markov_rank": 6, "input_fusion": True, "sample_from_anchor": convention}
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
+def test_a_linear_target_is_found(drafter, head, convention, options):
+    fields = {"markov_head": head, "markov_rank": 6, "input_fusion": True, "sample_from_anchor": convention, **options}
     model = drafter(**fields, block_size=4 if convention else 5).train()
     seen = observations(model)
     wanted = (seen.hidden @ model.head_columns().T).argmax(-1)
@@ -60,16 +62,18 @@ def test_rows_that_do_not_count_do_not_matter(drafter):
     assert all(bool(t.isfinite().all()) for t in weights.values())
 
 
-def test_draft_layers_start_as_the_identity(drafter):
-    model = drafter(markov_rank=6, input_fusion=True).train()
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
+def test_draft_layers_start_as_the_identity(drafter, options):
+    model = drafter(markov_rank=6, input_fusion=True, **options).train()
     seen = observations(model)
     start_by_regression(model, seen)
     context = model.encode(seen.features, torch.zeros(B, dtype=torch.long))
-    x = torch.randn(2, 4, 24)
+    x = torch.randn(2, 4, model.config.hidden_size)
     spans = _spans()
     rotary = model.rope(torch.ones(2, 4, dtype=torch.long))
     for layer, kv in zip(model.draft_layers, context.layers, strict=True):
         assert torch.equal(layer(x, rotary, kv, spans), x)
+    assert all(torch.equal(fc.weight, model.fc.weight) for fc, _ in model.feature_maps)
 
 
 def _spans():

@@ -42,13 +42,16 @@ def target() -> FakeTarget:
     return FakeTarget()
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "fusion"])
+OPTIONS = {"input_fusion": True, "layer_fusion": True, "convolution": True, "candidates": 5}
+
+
+@pytest.fixture(params=[{}, {"input_fusion": True}, OPTIONS], ids=["plain", "fusion", "options"])
 def drafter(request, target) -> Drafter:
     config = DrafterConfig(
         block_size=4, mask_token_id=2, target_layer_ids=(0, 1), sample_from_anchor=True, vocab_size=40, hidden_size=16,
         intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, num_target_layers=3,
         markov_head="gated", markov_rank=4, confidence_head=True, confidence_with_markov=True, draft_vocab_size=12,
-        target_fingerprint=target.fingerprint, input_fusion=request.param,
+        target_fingerprint=target.fingerprint, **request.param,
     )  # fmt: skip
     return Drafter(config, torch.arange(0, 36, 3), seed=4).bind(target.embed_weight, target.head_weight)
 

@@ -83,6 +83,10 @@ def test_refusals(make_target, make_draft):
     assert refusals(make_draft(target, **HEADS).config) == []
     cases = {
         "input_fusion true": {"input_fusion": True},
+        "layer_fusion true": {"layer_fusion": True},
+        "convolution true": {"convolution": True},
+        "candidates 5": {"candidates": 5},
+        "markov_head pair": {"markov_head": "pair"},
         "qk_norm false": {"qk_norm": False},
         "mlp_bias true": {"mlp_bias": True},
         "attention_bias unlike": {"attention_bias": True},
@@ -141,7 +145,8 @@ def change_config(folder: Path, **fields: Any) -> None:
         ({"target_layer_ids": [1, "2"]}, "target_layer_ids to be a list of whole numbers"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps to be a number"),
         ({"enable_confidence_head": "false"}, "enable_confidence_head to be true or false"),
-        ({"markov_head_type": "lstm"}, "markov_head to be one of vanilla, gated, rnn"),
+        ({"markov_head_type": "lstm"}, "markov_head to be one of vanilla, gated, rnn, pair"),
+        ({"markov_head_type": "pair"}, "a draft model that the layout knows, but it has markov_head pair"),
         ({"model_type": "llama"}, "model_type to be absent or 'qwen3'"),
         ({"hidden_act": "gelu"}, "hidden_act to be absent or 'silu'"),
         ({"mlp_bias": True}, "mlp_bias to be absent or False"),

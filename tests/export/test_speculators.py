@@ -182,6 +182,7 @@ def change_config(folder: Path, path: str, value: Any) -> None:
         ("target_hidden_size", 32, "target_hidden_size to be absent or 16"),
         ("speculators_config", None, "expected speculators_config"),
         ("speculators_config.proposal_methods", [], "expected speculative_tokens"),
+        ("markov_head_type", "pair", "but it has markov_head pair"),
         ("markov_head_type", "rnn", "an rnn head with sample_from_anchor false"),
     ],
 )
@@ -207,6 +208,8 @@ def test_refusals(make_target, make_draft):
     target = make_target()
     assert refusals(make_draft(target, **FIELDS).config) == []
     for fields in ({"input_fusion": True}, {"qk_norm": False}, {"sliding_window": 5},
+                   {"layer_fusion": True}, {"convolution": True}, {"candidates": 5}, {"markov_head": "pair"},
+                   {"markov_head": "pair", "markov_rank": 0},
                    {"markov_head": "rnn", "sample_from_anchor": False}):  # fmt: skip
         assert len(refusals(make_draft(target, **fields).config)) == 1
     assert refusals(make_draft(target, markov_head="rnn", markov_rank=0, sample_from_anchor=False).config) == []

@@ -16,12 +16,12 @@ from dspark.target.weights import plan, random_weights
 VOCAB = 13
 
 
-def make_target(dtype: torch.dtype, layers: int = 3, seed: int = 1, vocab: int = VOCAB) -> Target:
+def make_target(dtype: torch.dtype, layers: int = 3, seed: int = 1, vocab: int = VOCAB, hidden: int = 24) -> Target:
     config = read_config(
         {
             "architectures": ["LlamaForCausalLM"],
             "vocab_size": vocab,
-            "hidden_size": 24,
+            "hidden_size": hidden,
             "intermediate_size": 40,
             "num_hidden_layers": layers,
             "num_attention_heads": 3,

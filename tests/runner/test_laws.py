@@ -7,6 +7,7 @@ import torch
 
 from dspark import noise, ops
 from dspark.contracts import SamplingParams
+from dspark.drafter.candidates import keep_candidates
 from dspark.runner.verify import SamplingRows, residual_rows, verify
 
 P = torch.tensor([0.5, 0.3, 0.2, 0.0])
@@ -56,6 +57,31 @@ def test_emitted_token_follows_the_target_for_every_verifier() -> None:
         chi = (((first[:3] - n * P[:3]) ** 2) / (n * P[:3])).sum().item()
         assert chi < 18.0, f"{verifier}: {first.tolist()}"
         expected = {"rejection": torch.minimum(P, Q).sum().item(), "coupled": coupled_rate(P, Q)}[verifier]
+        assert abs(accepted / n - expected) < 0.012, f"{verifier}: {accepted / n} against {expected}"
+
+
+def test_candidates_cut_the_draft_law_and_leave_the_emitted_one_alone() -> None:
+    """One draft from the 2 best of Q's 4 tokens: nothing off them is ever drafted, and the first emitted token still
+    has law P, of which 0.2 lies where the draft law is exactly 0."""
+    n = 30000
+    sampling, at = rows(n), torch.full((n,), 9)
+    both, positions = sampling.repeat(torch.tensor([2] * n)), torch.tensor([9, 10]).repeat(n)
+    logits = keep_candidates(torch.tensor([0.6, 0.3, 0.0, -0.4]), 2).repeat(n, 1)
+    laws = sampling.shape(logits)
+    assert bool((laws[:, 2:] == 0.0).all())
+    assert abs(float(laws[0].sum()) - 1.0) < 1e-6
+    for verifier, stream in (("coupled", noise.TARGET), ("rejection", noise.DRAFT)):
+        drafts = ops.gumbel_argmax(laws, sampling.seeds, stream, at)
+        drawn = torch.bincount(drafts, minlength=4)
+        assert int(drawn[2:].sum()) == 0
+        assert abs(float(drawn[0] / n - laws[0, 0])) < 0.012
+        verdicts = verify(verifier, P.repeat(2 * n, 1), both, positions, [(int(d),) for d in drafts], laws)
+        accepted = sum(v.accepted for v in verdicts)
+        assert 0 < accepted < n
+        first = torch.bincount(torch.tensor([v.tokens[0] for v in verdicts]), minlength=4)
+        chi = (((first[:3] - n * P[:3]) ** 2) / (n * P[:3])).sum().item()
+        assert chi < 18.0, f"{verifier}: {first.tolist()}"
+        expected = torch.minimum(P, laws[0]).sum().item() if verifier == "rejection" else coupled_rate(P, laws[0])
         assert abs(accepted / n - expected) < 0.012, f"{verifier}: {accepted / n} against {expected}"
 
 

@@ -22,7 +22,7 @@ def fit(tiny: Any, module: Any, path: Path, tmp_path: Path, steps: int, **option
     return trainer, data
 
 
-@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "pair"])
 def test_every_parameter_and_slot_zero_get_gradient(
     tiny: Any, target: Any, data_dir: Path, tmp_path: Path, head: str
 ) -> None:
@@ -52,15 +52,24 @@ def test_training_learns_one_sequence_by_heart(tiny: Any, target: Any, tmp_path:
     assert float(lengths.float().mean()) > 0.9 * float(1 + judged.counted.sum(-1).float().mean())
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"draft_vocab_size": 25},
+        {"candidates": 4, "convolution": True, "layer_fusion": True, "num_layers": 2, "markov_head": "pair"},
+    ],
+    ids=["reduced", "options"],
+)
 def test_validation_reports_and_training_mode_comes_back(
-    tiny: Any, target: Any, data_dir: Path, tmp_path: Path
+    tiny: Any, target: Any, data_dir: Path, tmp_path: Path, shape: dict[str, Any]
 ) -> None:
-    module = tiny.make_module(draft_vocab_size=25)
+    module = tiny.make_module(losses={"soft_ce": 0.1}, **shape)
     trainer, _ = fit(tiny, module, data_dir, tmp_path, 2, val_check_interval=1)
     logged = trainer.callback_metrics
     assert 1.0 <= float(logged["val/tau"]) <= 4.0
     assert all(0.0 <= float(logged[f"val/acceptance_{k}"]) <= 1.0 for k in range(3))
     assert float(logged["val/l1"]) <= 2.0
+    assert all(bool(logged[f"val/{name}"].isfinite()) for name in ("ce", "soft_ce", "confidence"))
     assert module.training
     assert module.drafter.training
 

@@ -10,6 +10,7 @@ import torch
 
 from dspark.contracts import DsparkError
 from dspark.training.callbacks import LastCheckpoint, PurgeOnResume, ResumableTensorBoard, SampleLog
+from dspark.training.checkpoint import CHECKPOINT_KEY
 from dspark.training.data import TrajectoryDataModule
 
 STEPS = 8
@@ -68,6 +69,18 @@ def test_resume_with_another_shape_is_refused(tiny: Any, target: Any, data_dir: 
         tiny.make_trainer(tmp_path, 4).fit(
             tiny.make_module(block_size=2), data, ckpt_path=tmp_path / "half" / "last.ckpt", weights_only=True
         )
+
+
+def test_a_checkpoint_older_than_a_field_is_resumed(tiny: Any, target: Any, data_dir: Path, tmp_path: Path) -> None:
+    """Its config lacks the field, which means the default."""
+    run(tiny, data_dir, tmp_path / "half", 2)
+    path = tmp_path / "half" / "last.ckpt"
+    saved = torch.load(path, weights_only=True)
+    for name in ("convolution", "candidates", "layer_fusion"):
+        saved[CHECKPOINT_KEY].pop(name)
+    torch.save(saved, path)
+    trainer, _, _ = run(tiny, data_dir, tmp_path / "rest", 3, path)
+    assert trainer.global_step == 3
 
 
 def test_tensorboard_goes_on_in_the_same_folder_and_purges(
