@@ -72,7 +72,7 @@ class DrafterModule(FrozenTargetModule):
         self.losses = as_options(LossOptions, losses or LossOptions())
         self.optimizer_options = as_options(OptimizerOptions, optimizer or OptimizerOptions())
         self.init = as_options(InitOptions, init or InitOptions())
-        if self.init.regression and not self.shape.input_fusion:
+        if self.init.regression and not self.shape.input_fusion and self.shape.architecture == "dspark":
             raise DsparkError(
                 "init.regression: expected drafter.input_fusion: true with it, but got false. Switch that on, or set "
                 "init.regression: 0."
@@ -265,6 +265,8 @@ class DrafterModule(FrozenTargetModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises DsparkError when the checkpoint holds another draft model than the recipe describes."""
         saved, given = checkpoint.get(CHECKPOINT_KEY, {}), self.config.to_dict()
+        if saved:  # fields that came later have the defaults that describe it
+            saved = DrafterConfig.from_dict(saved, "checkpoint: draft model config").to_dict()
         differing = [f"{k}: saved {saved.get(k)!r}, given {given[k]!r}" for k in given if saved.get(k) != given[k]]
         if differing:
             raise DsparkError(
