@@ -1,8 +1,8 @@
 """Which keys a block sees, and attention over them: the context before its anchor, and the block itself both ways.
 
 Context keys of all sequences lie flat in rows [T]; block b sees rows begin[b]:end[b] of it (never the anchor's own
-row or a later one) and its own K slots. Scores of the two parts are computed apart and share one
-softmax; no mask is larger than [anchors of a sequence, its context].
+row or a later one) and its own K slots, of which the last Q ask: all, or in mtp.py one. Scores of the two parts are
+computed apart and share one softmax; no mask is larger than [anchors of a sequence, its context].
 Training: blocks are grouped by the sequence they belong to (its first row), one batched product per sequence, so no
 padding is computed. Inference: one call of ops.attention, a query's bits depend on its own keys alone.
 """
@@ -63,20 +63,20 @@ class Spans:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, context: tuple[Tensor, Tensor], spans: Spans, training: bool) -> Tensor:
-    """q [B,K,Hq,D]; k, v [B,K,Hkv,D] of the block; context k, v [T,Hkv,D] -> [B,K,Hq,D]."""
+    """q [B,Q,Hq,D]; k, v [B,K,Hkv,D] of the block; context k, v [T,Hkv,D] -> [B,Q,Hq,D]."""
     if q.shape[0] == 0:
         return q
     return _attend_train(q, k, v, context, spans) if training else _attend_rows(q, k, v, context, spans)
 
 
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, context: tuple[Tensor, Tensor], spans: Spans) -> Tensor:
-    blocks, slots, heads, size = q.shape
-    first = (torch.arange(blocks, device=q.device) * slots).repeat_interleave(slots)
+    (blocks, slots, heads, size), own = q.shape, k.shape[1]
+    first = (torch.arange(blocks, device=q.device) * own).repeat_interleave(slots)
     out = ops.attention(
         q.reshape(-1, heads, size).contiguous(), *context,
         spans.begin.repeat_interleave(slots), spans.end.repeat_interleave(slots), 1.0 / math.sqrt(size),
         k2=k.reshape(-1, *k.shape[2:]).contiguous(), v2=v.reshape(-1, *v.shape[2:]).contiguous(),
-        begin2=first, end2=first + slots,
+        begin2=first, end2=first + own,
     )  # fmt: skip
     return out.view(q.shape)
 
@@ -105,20 +105,20 @@ def _cuts(groups: list[Group], rows: int) -> list[int]:
 
 
 def _attend_sequence(block: tuple[Tensor, ...], context: tuple[Tensor, ...], hidden: Tensor) -> Tensor:
-    """One sequence: block q [A,K,Hq,D], k, v [A,K,G,D], context k, v [S,G,D] -> [A,K,Hq,D]."""
+    """One sequence: block q [A,Q,Hq,D], k, v [A,K,G,D], context k, v [S,G,D] -> [A,Q,Hq,D]."""
     (q, k, v), (ctx_k, ctx_v) = block, context
     anchors, slots, heads, size = q.shape
-    kv_heads, rows = k.shape[2], ctx_k.shape[0]
+    own, kv_heads, rows = k.shape[1], k.shape[2], ctx_k.shape[0]
     share = heads // kv_heads
-    q = (q * (1.0 / math.sqrt(size))).view(anchors, slots, kv_heads, share, size).permute(2, 0, 3, 1, 4)  # [G,A,g,K,D]
+    q = (q * (1.0 / math.sqrt(size))).view(anchors, slots, kv_heads, share, size).permute(2, 0, 3, 1, 4)  # [G,A,g,Q,D]
     q = q.reshape(kv_heads, anchors * share * slots, size)
-    k, v = (x.permute(2, 0, 1, 3).reshape(kv_heads * anchors, slots, size) for x in (k, v))
+    k, v = (x.permute(2, 0, 1, 3).reshape(kv_heads * anchors, own, size) for x in (k, v))
     seen = torch.bmm(q, ctx_k.permute(1, 2, 0)).view(kv_heads, anchors, share * slots, rows)
     seen = seen.masked_fill(hidden[None, :, None, :], -math.inf)
-    own = torch.bmm(q.view(kv_heads * anchors, share * slots, size), k.transpose(1, 2))
-    scores = torch.cat([seen, own.view(kv_heads, anchors, share * slots, slots)], dim=-1)
+    near = torch.bmm(q.view(kv_heads * anchors, share * slots, size), k.transpose(1, 2))
+    scores = torch.cat([seen, near.view(kv_heads, anchors, share * slots, own)], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
     out = torch.bmm(weights[..., :rows].reshape(*q.shape[:2], rows), ctx_v.transpose(0, 1))
-    own_out = torch.bmm(weights[..., rows:].reshape(kv_heads * anchors, share * slots, slots), v)
-    out = out.view(kv_heads, anchors, share, slots, size) + own_out.view(kv_heads, anchors, share, slots, size)
+    near_out = torch.bmm(weights[..., rows:].reshape(kv_heads * anchors, share * slots, own), v)
+    out = out.view(kv_heads, anchors, share, slots, size) + near_out.view(kv_heads, anchors, share, slots, size)
     return out.permute(1, 3, 0, 2, 4).reshape(anchors, slots, heads, size)

@@ -41,9 +41,12 @@ class DraftAttention(nn.Module):
         k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
         return self._place(k, self.k_norm, rotary), v
 
-    def forward(self, x: Tensor, rotary: Rotary, context: tuple[Tensor, Tensor], spans: Spans) -> Tensor:
-        """x [B,K,H] (normed), context k, v [T,Hkv,D] -> [B,K,H]."""
-        q = self._place(self._heads(self.q_proj(x)), self.q_norm, rotary)
+    def forward(
+        self, x: Tensor, rotary: Rotary, context: tuple[Tensor, Tensor], spans: Spans, asking: int = 0
+    ) -> Tensor:
+        """x [B,K,H] (normed), context k, v [T,Hkv,D] -> [B,K,H] (asking > 0: of the last so many slots)."""
+        cos, sin = rotary
+        q = self._place(self._heads(self.q_proj(x[:, -asking:])), self.q_norm, (cos[:, -asking:], sin[:, -asking:]))
         out = attend(q, *self.keys_values(x, rotary), context, spans, self.training)
         return self.o_proj(out.flatten(-2))
 
@@ -54,7 +57,7 @@ class DraftAttention(nn.Module):
         x = x if norm is None else norm(x)
         if self.training:
             return rotate(x, *rotary)
-        cos, sin = (t.reshape(-1, t.shape[-1]) for t in rotary)
+        cos, sin = (t.reshape(-1, t.shape[-1]).contiguous() for t in rotary)
         return ops.rotary(x.reshape(-1, *x.shape[-2:]).contiguous(), cos, sin).view(x.shape)
 
 
@@ -87,8 +90,10 @@ class DraftLayer(nn.Module):
         self.before_attention, self.after_attention = convolution(config), convolution(config)
         self.before_mlp, self.after_mlp = convolution(config), convolution(config)
 
-    def forward(self, x: Tensor, rotary: Rotary, context: tuple[Tensor, Tensor], spans: Spans) -> Tensor:
-        """x [B,K,H] -> [B,K,H]."""
+    def forward(
+        self, x: Tensor, rotary: Rotary, context: tuple[Tensor, Tensor], spans: Spans, asking: int = 0
+    ) -> Tensor:
+        """x [B,K,H] -> [B,K,H]. asking: only the last so many slots are computed, the others are but keys (0 = all)."""
         normed = self.before_attention(self.input_layernorm(x))
-        x = x + self.after_attention(self.self_attn(normed, rotary, context, spans))
+        x = x[:, -asking:] + self.after_attention(self.self_attn(normed, rotary, context, spans, asking))
         return x + self.after_mlp(self.mlp(self.before_mlp(self.post_attention_layernorm(x))))

@@ -17,6 +17,7 @@ from dspark.drafter.rope import check_rope, rope_parameters_of
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn", "pair")
 CHANNEL_GROUP = 16  # channels that share the taps of a convolution
+ARCHITECTURES = ("dspark", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,9 @@ class DrafterConfig:
         In both, prediction j (0-based) is the token at anchor+j+1. See ``num_predictions``.
     target_layer_ids: layer i = output of the target's decoder layer i before the final norm, -1 = embedding output;
         strictly increasing.
+    architecture: "dspark", all slots of a block at once; "mtp", one draft layer per predicted token, in sequence
+        (mtp.py): num_layers = block_size, sample_from_anchor true, no input_fusion, no
+        convolution; mask_token_id is not read.
     markov_rank 0 switches the sequential head off. confidence_with_markov gives the confidence head the previous
         token's Markov embedding beside the hidden state; stop_gradient detaches both.
     sliding_window: how many context tokens before the anchor a block sees (0 = all).
@@ -56,6 +60,7 @@ class DrafterConfig:
     num_kv_heads: int
     head_dim: int
     num_target_layers: int
+    architecture: str = "dspark"
     rms_norm_eps: float = 1e-6
     rope_parameters: dict[str, Any] = field(
         default_factory=lambda: {"rope_theta": 10000.0, "rope_type": "default"}, hash=False
@@ -82,6 +87,7 @@ class DrafterConfig:
         _check_sizes(self)
         _check_layer_ids(self.target_layer_ids, self.num_target_layers)
         _check_heads(self)
+        _check_architecture(self)
         check_rope(self.rope_parameters, self.head_dim)
 
     @property
@@ -93,6 +99,11 @@ class DrafterConfig:
     def num_columns(self) -> int:
         """Width of the draft logits."""
         return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether a block starts from the last context feature itself, beside the keys and values made of it."""
+        return self.input_fusion or self.architecture == "mtp"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; ``from_dict`` gives the same config back."""
@@ -192,6 +203,19 @@ def _check_heads(config: DrafterConfig) -> None:
             "drafter config: expected markov_rank >= 1 with confidence_with_markov: true, but got 0. "
             "There is no Markov embedding to read: give a rank, or switch confidence_with_markov off."
         )
+
+
+def _check_architecture(config: DrafterConfig) -> None:
+    _check("architecture", config.architecture, config.architecture in ARCHITECTURES,
+           f"one of {', '.join(ARCHITECTURES)}")  # fmt: skip
+    if config.architecture == "dspark":
+        return
+    wanted = "with architecture mtp"
+    _check("sample_from_anchor", config.sample_from_anchor, config.sample_from_anchor, f"true {wanted}")
+    _check("input_fusion", config.input_fusion, not config.input_fusion, f"false {wanted}, which has a fusion per slot")
+    _check("convolution", config.convolution, not config.convolution, f"false {wanted}, whose slots are different layers")
+    layers, slots = config.num_layers, config.num_predictions
+    _check("num_layers", layers, layers == slots, f"block_size {slots} {wanted} (one layer per predicted token)")
 
 
 def _is_int(value: Any, least: int) -> bool:

@@ -13,7 +13,7 @@ from dspark.drafter.config import DrafterConfig
 @dataclass(frozen=True, slots=True)
 class Context:
     """Tokens in rows [T]. layers: one (keys, values) [T,Hkv,D] per draft layer, keys normed and rotated; features
-    [T,H]: the normed context features, which input fusion reads (None without it)."""
+    [T,H]: the normed context features, where a block's input reads them (config.reads_features; else None)."""
 
     layers: list[tuple[Tensor, Tensor]]
     features: Tensor | None
@@ -23,7 +23,7 @@ class Context:
         """Room for `rows` tokens, unwritten."""
         shape = (rows, config.num_kv_heads, config.head_dim)
         layers = [(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)) for _ in range(config.num_layers)]
-        return cls(layers, torch.empty(rows, config.hidden_size, dtype=dtype) if config.input_fusion else None)
+        return cls(layers, torch.empty(rows, config.hidden_size, dtype=dtype) if config.reads_features else None)
 
     def write(self, rows: Tensor, fresh: Context) -> None:
         """Puts the N tokens of `fresh` into rows [N]."""
@@ -34,7 +34,7 @@ class Context:
 
     def last(self, begin: Tensor, end: Tensor) -> Tensor:
         """The features [B,H] in row end - 1 of each block; zeros where begin == end (nothing before the anchor)."""
-        assert self.features is not None, "input fusion reads the context's features"
+        assert self.features is not None, "this context was made without features"
         if not len(self.features):
             return self.features.new_zeros(len(end), self.features.shape[-1])
         rows = self.features[(end - 1).clamp_min(0)]

@@ -2,7 +2,7 @@
 
     features [N, n*H] -> fc, norm -> context: keys and values per draft layer (cached by the caller); with layer_fusion
                          a map and a norm for each layer
-    anchor + mask tokens, or fused inputs -> draft layers -> hidden [B, P, H]
+    a block of slots, all at once (parallel.py) or in sequence (mtp.py) -> draft layers -> hidden [B, P, H]
     hidden -> LM head + Markov bias -> logits [B, P, Vd]
 Two arithmetic paths, one code: ``train()`` is plain torch with autograd, ``eval()`` the inference ops, in which a
 block's bits depend on the block and its context alone, and ``teacher_forced`` equals ``propose`` bit for bit.
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from dspark.contracts import DsparkError
-from dspark.drafter.attention import Spans
 from dspark.drafter.backbone import DraftLayer
 from dspark.drafter.candidates import keep_candidates
 from dspark.drafter.confidence import ConfidenceHead
@@ -30,6 +29,8 @@ from dspark.drafter.context import Context
 from dspark.drafter.features import LayerFeatures
 from dspark.drafter.fusion import InputFusion
 from dspark.drafter.layers import Dense, RMSNorm, linear, start
+from dspark.drafter.mtp import SequentialBlock, joins
+from dspark.drafter.parallel import ParallelBlock
 from dspark.drafter.rope import Rope
 from dspark.drafter.sequential import markov_head
 from dspark.drafter.vocabulary import BoundVocabulary
@@ -68,6 +69,7 @@ class Drafter(nn.Module):
         self.fc = Dense(len(config.target_layer_ids) * hidden, hidden)
         self.hidden_norm = RMSNorm(hidden, eps)
         self.fusion = InputFusion(config) if config.input_fusion else None
+        self.joins = joins(config)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden, eps)
         self.markov_head = markov_head(config)
@@ -112,7 +114,7 @@ class Drafter(nn.Module):
             rotary = self.rope(positions)
             pairs = zip(self.draft_layers, states, strict=True)
             layers = [layer.self_attn.keys_values(x, rotary) for layer, x in pairs]
-        return Context(layers, states[0] if self.fusion is not None else None)
+        return Context(layers, states[0] if self.config.reads_features else None)
 
     def _layer_states(self, features: Tensor) -> list[Tensor]:
         """features [N, n*H] -> context features [N,H] of each draft layer: its own, or the first one's for all."""
@@ -122,27 +124,26 @@ class Drafter(nn.Module):
     # The block
 
     def backbone(
-        self, anchor_ids: Tensor, anchor_positions: Tensor, context: Context, begin: Tensor, end: Tensor
+        self,
+        anchor_ids: Tensor,
+        anchor_positions: Tensor,
+        labels: Tensor,
+        context: Context,
+        begin: Tensor,
+        end: Tensor,
     ) -> Tensor:
-        """anchor_ids, anchor_positions [B]; context rows begin:end of each block, begin = its sequence's first row
-        (a sliding window is applied here) -> hidden [B,P,H] of the predicting slots, normed."""
-        slots = self.config.block_size
-        rotary = self.rope(anchor_positions[:, None] + torch.arange(slots, device=anchor_ids.device))
-        spans = Spans(begin, end, self.config.sliding_window)
+        """anchor_ids, anchor_positions [B], the block's tokens [B,P]; context rows begin:end of each block, begin = its
+        sequence's first row (a sliding window is applied here) -> hidden [B,P,H] of the predicting slots, normed."""
+        previous = _previous(anchor_ids, labels)
         with self._grad():
-            x = self._block_inputs(anchor_ids, context, begin, end)
-            for layer, kv in zip(self.draft_layers, context.layers, strict=True):
-                x = layer(x, rotary, kv, spans)
-            return self.norm(x[:, slots - self.config.num_predictions :])
+            return self._block(anchor_ids, anchor_positions, context, begin, end, labels.shape[1]).known(previous)
 
-    def _block_inputs(self, anchor_ids: Tensor, context: Context, begin: Tensor, end: Tensor) -> Tensor:
-        """[B,K,H]: fused inputs, or the anchor's embedding and then the mask token's."""
-        if self.fusion is not None:
-            return self.fusion(context.last(begin, end), self.embed(anchor_ids))
-        shape = (anchor_ids.shape[0], self.config.block_size)
-        ids = torch.full(shape, self.config.mask_token_id, device=anchor_ids.device)
-        ids[:, 0] = anchor_ids
-        return self.embed(ids)
+    def _block(
+        self, anchor_ids: Tensor, anchor_positions: Tensor, context: Context, begin: Tensor, end: Tensor, count: int
+    ) -> ParallelBlock | SequentialBlock:
+        if self.joins is not None:
+            return SequentialBlock(self, self.joins, anchor_positions, context, begin, end)
+        return ParallelBlock(self, anchor_ids, anchor_positions, context, begin, end, count)
 
     # Heads
 
@@ -207,7 +208,7 @@ class Drafter(nn.Module):
         end: Tensor,
     ) -> DraftOutput:
         """Logits of whole blocks given the true tokens: labels [B,P], the token at anchor + j + 1."""
-        hidden = self.backbone(anchor_ids, anchor_positions, context, begin, end)
+        hidden = self.backbone(anchor_ids, anchor_positions, labels, context, begin, end)
         logits = self.draft_logits(hidden, anchor_ids, labels)
         return DraftOutput(hidden, logits, self.draft_confidence(hidden, anchor_ids, labels))
 
@@ -226,15 +227,17 @@ class Drafter(nn.Module):
         gamma = self.config.num_predictions if gamma is None else gamma
         assert not self.training, "propose: call eval() first"
         assert 1 <= gamma <= self.config.num_predictions, f"propose: gamma {gamma}"
-        hidden = self.backbone(anchor_ids, anchor_positions, context, begin, end)[:, :gamma]
-        base, previous, state = self.base_logits(hidden), anchor_ids, None
-        tokens = []
+        block = self._block(anchor_ids, anchor_positions, context, begin, end, gamma)
+        previous, state = anchor_ids, None
+        states, tokens = [], []
         for slot in range(gamma):
-            bias, state, _ = self.slot_bias(state, hidden[:, slot], previous)
-            previous = choose(slot, base[:, slot].contiguous() if bias is None else base[:, slot] + bias)
+            hidden, logits = block.step(slot, previous)
+            bias, state, _ = self.slot_bias(state, hidden, previous)
+            previous = choose(slot, logits if bias is None else logits + bias)
+            states.append(hidden)
             tokens.append(previous)
         token_ids = torch.stack(tokens, dim=1)
-        return Proposal(token_ids, self.draft_confidence(hidden, anchor_ids, token_ids))
+        return Proposal(token_ids, self.draft_confidence(torch.stack(states, dim=1), anchor_ids, token_ids))
 
     def to_columns(self, ids: Tensor) -> Tensor:
         """Vocabulary ids [...] -> logit columns [...], -1 where the draft vocabulary lacks the id."""

@@ -4,10 +4,11 @@ What slot k should say is the target's hidden state at the position it predicts 
     y_k ~ F_k [c ; norm(e)] + M norm(e_prev)        c = norm(fc f): context feature before the anchor, e: the anchor's
                                                     embedding, e_prev: embedding of the token before the prediction
 Three ridge regressions in order: fc so that c predicts the first slot, M (shared by the slots, cut to the Markov head's
-rank in the metric of the logits), F_k on what M leaves. The draft layers become the identity by zeroed out-projections
-(whatever their convolutions do to zeros), and with layer_fusion each starts from a copy of fc; training goes on from
-there. A few hundred answers give what gradient steps of the same cost do not come near
-(the README says what was measured).
+rank in the metric of the logits), F_k on what M leaves. Sequential modules (mtp.py) take one each in place of the last
+two: y_k ~ M_k [norm(h) ; norm(e_prev)], h being what the module before predicts. The draft layers become the identity
+by zeroed out-projections (whatever their convolutions do to zeros), and with layer_fusion each starts from a copy of
+fc; training goes on from there. A few hundred answers give what gradient steps of the same cost do not come near (the
+README says what was measured).
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dspark.contracts import DsparkError
 from dspark.drafter.model import Drafter
+from dspark.drafter.mtp import Join
 from dspark.drafter.sequential import set_markov_weights
 
 _TINY = 1e-6  # share of a metric's mean diagonal that keeps it invertible when it is singular
@@ -43,12 +45,13 @@ class Observations:
 
 @torch.no_grad()
 def start_by_regression(drafter: Drafter, seen: Observations, ridge: float = 100.0) -> None:
-    """Sets fc, hidden_norm, fusion, Markov head, norm and out-projections of `drafter` (fp32, bound to its target).
+    """Sets fc, hidden_norm, fusion and Markov head (or joins), norm and out-projections of `drafter`, which is fp32 and
+    bound to its target.
 
-    ridge: weight of the squared norms, in rows of unit-variance inputs. Raises DsparkError without input fusion or
-    without a counted prediction in every slot.
+    ridge: weight of the squared norms, in rows of unit-variance inputs. Raises DsparkError without input fusion (or
+    joins), or without a counted prediction in every slot.
     """
-    if drafter.fusion is None:
+    if not drafter.config.reads_features:
         raise DsparkError("regression start: expected input_fusion: true, but got false. Switch it on, or drop it.")
     if not bool(seen.counted.any(dim=0).all()):
         raise DsparkError(
@@ -57,7 +60,6 @@ def start_by_regression(drafter: Drafter, seen: Observations, ridge: float = 100
         )
     for _, norm in drafter.feature_maps:
         norm.weight.fill_(1.0)
-    drafter.fusion.embed_norm.weight.fill_(1.0)
     try:
         _solve(drafter, seen, ridge)
     except torch.linalg.LinAlgError as error:
@@ -76,9 +78,12 @@ def _solve(drafter: Drafter, seen: Observations, ridge: float) -> None:
     for fc, _ in drafter.feature_maps:
         fc.weight.copy_(solution)
     eps = drafter.config.rms_norm_eps
-    known = torch.cat([_unit(seen.features.float() @ drafter.fc.weight.T, eps), anchor], dim=-1)
+    feature = _unit(seen.features.float() @ drafter.fc.weight.T, eps)
+    if drafter.joins is not None:
+        return _solve_joins(drafter, drafter.joins, seen, feature, ridge)
+    known = torch.cat([feature, anchor], dim=-1)
     correction = _solve_markov(drafter, seen, known, ridge)
-    _solve_fusion(drafter, seen, known, correction, ridge)
+    return _solve_fusion(drafter, seen, known, correction, ridge)
 
 
 def _solve_fc(seen: Observations, anchor: Tensor, ridge: float) -> Tensor:
@@ -122,6 +127,7 @@ def _solve_markov(drafter: Drafter, seen: Observations, known: Tensor, ridge: fl
 def _solve_fusion(drafter: Drafter, seen: Observations, known: Tensor, correction: Tensor | None, ridge: float) -> None:
     """F_k of every slot, and the final norm's weight: the size that the predictions have."""
     assert drafter.fusion is not None
+    drafter.fusion.embed_norm.weight.fill_(1.0)
     skipped = drafter.config.block_size - drafter.config.num_predictions
     parts, squares = drafter.fusion.proj.weight.unflatten(0, (drafter.config.block_size, -1)), []
     for slot in range(seen.counted.shape[1]):
@@ -132,6 +138,22 @@ def _solve_fusion(drafter: Drafter, seen: Observations, known: Tensor, correctio
         solution = _ridge(known[rows], wanted, ridge)
         parts[skipped + slot].copy_(solution.T)
         squares.append((known[rows] @ solution).pow(2).mean())
+    drafter.norm.weight.fill_(torch.stack(squares).mean().sqrt().item())
+
+
+def _solve_joins(drafter: Drafter, joins: nn.ModuleList, seen: Observations, feature: Tensor, ridge: float) -> None:
+    """M_k of every module in order, each on what the one before it predicts, and the final norm's weight."""
+    state, squares = feature, []
+    for slot, join in enumerate(joins):
+        assert isinstance(join, Join)
+        join.state_norm.weight.fill_(1.0)
+        join.embed_norm.weight.fill_(1.0)
+        known = torch.cat([_unit(state, join.state_norm.eps), _embedded(drafter, seen.previous_ids[:, slot])], dim=-1)
+        rows = seen.counted[:, slot]
+        solution = _ridge(known[rows], seen.hidden[rows, slot].float(), ridge)
+        join.proj.weight.copy_(solution.T)
+        state = known @ solution
+        squares.append(state[rows].pow(2).mean())
     drafter.norm.weight.fill_(torch.stack(squares).mean().sqrt().item())
 
 

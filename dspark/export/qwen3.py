@@ -39,6 +39,7 @@ def unsayable(config: DrafterConfig) -> list[str]:
     """The fields of a draft model that a Qwen3 config has no place for, each with its value and what it means."""
     biased = config.attention_bias != config.attention_out_bias
     checks = (
+        (config.architecture != "dspark", f"architecture {config.architecture} (no parallel block)"),
         (config.input_fusion, "input_fusion true (block inputs that are not embeddings)"),
         (config.layer_fusion, "layer_fusion true (one map of the tapped layers serves all draft layers)"),
         (config.convolution, "convolution true (Qwen3 layers have none)"),

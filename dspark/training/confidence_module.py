@@ -139,7 +139,7 @@ class ConfidenceModule(FrozenTargetModule):
         anchor_ids = batch.ids[begin + batch.anchors]
         with torch.no_grad():
             context = drafter.encode(seen.features, batch.positions())
-            hidden = drafter.backbone(anchor_ids, batch.anchors, context, begin, begin + batch.anchors)
+            hidden = drafter.backbone(anchor_ids, batch.anchors, drafted, context, begin, begin + batch.anchors)
             wanted = want_draft or self.label_kind != "observed"
             draft_logits = drafter.draft_logits(hidden, anchor_ids, drafted) if wanted else None
         if draft_logits is not None and self.label_kind != "observed":

@@ -72,7 +72,7 @@ class DrafterModule(FrozenTargetModule):
         self.losses = as_options(LossOptions, losses or LossOptions())
         self.optimizer_options = as_options(OptimizerOptions, optimizer or OptimizerOptions())
         self.init = as_options(InitOptions, init or InitOptions())
-        if self.init.regression and not self.shape.input_fusion:
+        if self.init.regression and not self.shape.input_fusion and self.shape.architecture == "dspark":
             raise DsparkError(
                 "init.regression: expected drafter.input_fusion: true with it, but got false. Switch that on, or set "
                 "init.regression: 0."
@@ -264,9 +264,10 @@ class DrafterModule(FrozenTargetModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises DsparkError when the checkpoint holds another draft model than the recipe describes."""
-        saved = DrafterConfig.from_dict(checkpoint.get(CHECKPOINT_KEY, {}), "checkpoint").to_dict()
-        given = self.config.to_dict()
-        differing = [f"{k}: saved {saved[k]!r}, given {given[k]!r}" for k in given if saved[k] != given[k]]
+        saved, given = checkpoint.get(CHECKPOINT_KEY, {}), self.config.to_dict()
+        if saved:  # fields that came later have the defaults that describe it
+            saved = DrafterConfig.from_dict(saved, "checkpoint: draft model config").to_dict()
+        differing = [f"{k}: saved {saved.get(k)!r}, given {given[k]!r}" for k in given if saved.get(k) != given[k]]
         if differing:
             raise DsparkError(
                 f"checkpoint: expected the draft model of this recipe, but got another: {'; '.join(differing)}. "

@@ -21,6 +21,8 @@ class DrafterOptions:
     Args:
         mask_token_id: id fed in the unknown slots; a row of the target's vocabulary that no text uses, no stop id.
         target_layer_ids: target layers whose outputs are the context features, ascending; -1 is the embedding output.
+        architecture: dspark: all slots of a block at once; mtp: one layer per predicted token, in sequence. mtp wants
+            num_layers as large as block_size and no input_fusion, and needs no Markov head (markov_rank 0).
         block_size: width of a block.
         sample_from_anchor: true: slot 0 (the anchor) predicts too, and a block proposes block_size tokens.
         num_layers: draft layers.
@@ -39,6 +41,7 @@ class DrafterOptions:
 
     mask_token_id: int
     target_layer_ids: list[int]
+    architecture: Literal["dspark", "mtp"] = "dspark"
     block_size: int = 5
     sample_from_anchor: bool = True
     num_layers: int = 2
@@ -130,7 +133,7 @@ class InitOptions:
         residual_scale: out-projections times this; 0 makes every draft layer the identity at first; null leaves them.
         bigrams: start the Markov head from the bigram statistics of the training responses.
         regression: solve for the linear parts by least squares over this many training sequences (0: do not). Needs
-            input_fusion; replaces bigrams, final_norm and residual_scale.
+            input_fusion or architecture mtp; replaces bigrams, final_norm and residual_scale.
         ridge: weight of the squared norms in that regression.
     """
 
