@@ -32,8 +32,8 @@ class DrafterConfig:
     target_layer_ids: layer i = output of the target's decoder layer i before the final norm, -1 = embedding output;
         strictly increasing.
     architecture: "dspark", all slots of a block at once; "mtp", one draft layer per predicted token, in sequence
-        (mtp.py): num_layers = block_size, sample_from_anchor true, no input_fusion, no
-        convolution; mask_token_id is not read.
+        (mtp.py): num_layers = block_size, sample_from_anchor true, neither input_fusion
+        nor convolution (its slots are different layers); mask_token_id is not read.
     markov_rank 0 switches the sequential head off. confidence_with_markov gives the confidence head the previous
         token's Markov embedding beside the hidden state; stop_gradient detaches both.
     sliding_window: how many context tokens before the anchor a block sees (0 = all).
@@ -213,7 +213,7 @@ def _check_architecture(config: DrafterConfig) -> None:
     wanted = "with architecture mtp"
     _check("sample_from_anchor", config.sample_from_anchor, config.sample_from_anchor, f"true {wanted}")
     _check("input_fusion", config.input_fusion, not config.input_fusion, f"false {wanted}, which has a fusion per slot")
-    _check("convolution", config.convolution, not config.convolution, f"false {wanted}, whose slots are different layers")
+    _check("convolution", config.convolution, not config.convolution, f"false {wanted}")
     layers, slots = config.num_layers, config.num_predictions
     _check("num_layers", layers, layers == slots, f"block_size {slots} {wanted} (one layer per predicted token)")
 

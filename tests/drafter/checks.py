@@ -47,8 +47,8 @@ def assert_alone(model, data: Batch) -> None:
     turned = model.teacher_forced(*args, context, b.begin[back], b.end[back])
     assert torch.equal(turned.logits, whole.logits[back])
     moved = Context(
-        [tuple(map(_shifted, layer)) for layer in context.layers],
-        None if context.features is None else _shifted(context.features),
+        [tuple(map(shifted, layer)) for layer in context.layers],
+        None if context.features is None else shifted(context.features),
     )
     for i in (0, 7, 14):
         args = [t[i : i + 1] for t in (b.anchor_ids, b.anchor_positions, b.labels)]
@@ -60,7 +60,7 @@ def assert_alone(model, data: Batch) -> None:
         assert all(torch.equal(a[9:], b) for a, b in zip(layer, rest, strict=True))
 
 
-def _shifted(rows: torch.Tensor) -> torch.Tensor:
+def shifted(rows: torch.Tensor) -> torch.Tensor:
     """The rows, 11 further down, behind poison."""
     return torch.cat([torch.full_like(rows[:11], float("nan")), rows])
 

@@ -14,9 +14,9 @@ from dspark.drafter.context import Context
 from dspark.drafter.initialise import initialise_from_target
 from dspark.drafter.mtp import SequentialBlock
 from dspark.drafter.regression import start_by_regression
+from tests.drafter.checks import forced, propose, shifted
 from tests.drafter.test_initialise import make_drafter as for_target
 from tests.drafter.test_initialise import make_target
-from tests.drafter.test_model import forced, propose, shifted
 from tests.drafter.test_regression import logits_of, observations
 
 MTP: dict[str, Any] = {"architecture": "mtp", "num_layers": 4, "confidence_head": True}
@@ -183,6 +183,7 @@ def test_slots_are_walked_in_order(drafter, batch):
         ({**MTP, "num_layers": 2}, "num_layers to be block_size 4 with architecture mtp"),
         ({**MTP, "num_layers": 4, "block_size": 5, "sample_from_anchor": False}, "sample_from_anchor to be true"),
         ({**MTP, "input_fusion": True}, "input_fusion to be false with architecture mtp"),
+        ({**MTP, "hidden_size": 32, "convolution": True}, "convolution to be false with architecture mtp"),
     ],
 )
 def test_configs_that_mean_nothing_are_refused(config, fields, said):
