@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 
@@ -22,5 +23,5 @@ def keep_candidates(logits: Tensor, count: int) -> Tensor:
     least = logits.topk(count, dim=-1).values[..., -1:]
     above, tied = logits > least, logits == least
     room = count - above.sum(dim=-1, keepdim=True)
-    late = tied & (tied.cumsum(dim=-1) > room)
+    late = tied & (tied.cumsum(dim=-1, dtype=torch.int32) > room)
     return logits.masked_fill((logits < least) | late, -math.inf)
