@@ -17,9 +17,10 @@ def trajectory_files(fakes, folder):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-def test_rollouts_replay_bit_for_bit(fakes, models, tmp_path, dtype):
+@pytest.mark.parametrize("kind", [{}, {"architecture": "mtp", "num_layers": 4}], ids=["dspark", "mtp"])
+def test_rollouts_replay_bit_for_bit(fakes, models, tmp_path, dtype, kind):
     target = models.make_target(dtype)
-    drafter = models.make_drafter(target)
+    drafter = models.make_drafter(target, **kind)
     facts = fakes.facts(target=target.fingerprint, dtype=str(dtype))
     config = fakes.with_config(max_tokens=12, top_p=0.95)
     prompts = [p for p in fakes.make_prompts() if max(p.prompt_ids) < models.VOCAB]
