@@ -56,6 +56,16 @@ class Proposal:
     confidence_logits: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class BlockStates:
+    """Whole blocks short of their logits, as the losses read them. hidden [B,P,H]; phi [B,P,r] of the sequential head,
+    None at rank 0; confidence_logits [B,P] fp32 before temperature, None without the head."""
+
+    hidden: Tensor
+    phi: Tensor | None
+    confidence_logits: Tensor | None
+
+
 class Drafter(nn.Module):
     """A draft model with fresh weights (from `seed`). draft_ids [Vd] int64 ascending: the reduced draft vocabulary,
     given here or by a state dict when config.draft_vocab_size > 0."""
@@ -182,21 +192,53 @@ class Drafter(nn.Module):
 
     # Whole blocks: with known tokens, or token by token
 
-    def draft_logits(self, hidden: Tensor, anchor_ids: Tensor, labels: Tensor) -> Tensor:
-        """hidden [B,P,H], the block's tokens [B,P] -> logits [B,P,Vd] fp32, each slot given the tokens before it."""
+    def slot_logits(self, hidden: Tensor, phi: Tensor | None) -> Tensor:
+        """hidden [...,H], phi [...,r] of the sequential head -> logits [...,Vd] fp32. Every slot for itself: the losses
+        call it with some slots at a time."""
         logits = self.base_logits(hidden)
-        if self.markov_head is None:
+        if self.markov_head is None or phi is None:
             return logits
         with self._grad():
-            embedding = self.markov_head.markov_w1(_previous(anchor_ids, labels))
-            return logits + self.markov_head.markov_w2(self.markov_head.block(hidden, embedding))
+            return logits.add_(self.markov_head.markov_w2(phi))
+
+    def block_phi(self, hidden: Tensor, embedding: Tensor | None) -> Tensor | None:
+        """hidden [B,P,H], Markov embeddings of the tokens before [B,P,r] -> phi [B,P,r]; None at rank 0."""
+        if self.markov_head is None or embedding is None:
+            return None
+        with self._grad():
+            return self.markov_head.block(hidden, embedding)
+
+    def draft_logits(self, hidden: Tensor, anchor_ids: Tensor, labels: Tensor) -> Tensor:
+        """hidden [B,P,H], the block's tokens [B,P] -> logits [B,P,Vd] fp32, each slot given the tokens before it."""
+        return self.slot_logits(hidden, self.block_phi(hidden, self._markov_embedding(anchor_ids, labels)))
 
     def draft_confidence(self, hidden: Tensor, anchor_ids: Tensor, labels: Tensor) -> Tensor | None:
         """As draft_logits -> raw confidence logits [B,P] fp32; None without the head. No vocabulary-sized work."""
         if self.confidence_head is None:
             return None
-        embedding = self.markov_head.markov_w1(_previous(anchor_ids, labels)) if self.markov_head is not None else None
-        return self.confidence_logits(hidden, embedding)
+        return self.confidence_logits(hidden, self._markov_embedding(anchor_ids, labels))
+
+    def _markov_embedding(self, anchor_ids: Tensor, labels: Tensor) -> Tensor | None:
+        """W1 [B,P,r] of the token before each prediction; None at rank 0."""
+        if self.markov_head is None:
+            return None
+        with self._grad():
+            return self.markov_head.markov_w1(_previous(anchor_ids, labels))
+
+    def block_states(
+        self,
+        anchor_ids: Tensor,
+        anchor_positions: Tensor,
+        labels: Tensor,
+        context: Context,
+        begin: Tensor,
+        end: Tensor,
+    ) -> BlockStates:
+        """Whole blocks given the true tokens, labels [B,P], without any vocabulary-sized work."""
+        hidden = self.backbone(anchor_ids, anchor_positions, labels, context, begin, end)
+        embedding = self._markov_embedding(anchor_ids, labels)
+        confidence = None if self.confidence_head is None else self.confidence_logits(hidden, embedding)
+        return BlockStates(hidden, self.block_phi(hidden, embedding), confidence)
 
     def teacher_forced(
         self,
@@ -208,9 +250,8 @@ class Drafter(nn.Module):
         end: Tensor,
     ) -> DraftOutput:
         """Logits of whole blocks given the true tokens: labels [B,P], the token at anchor + j + 1."""
-        hidden = self.backbone(anchor_ids, anchor_positions, labels, context, begin, end)
-        logits = self.draft_logits(hidden, anchor_ids, labels)
-        return DraftOutput(hidden, logits, self.draft_confidence(hidden, anchor_ids, labels))
+        states = self.block_states(anchor_ids, anchor_positions, labels, context, begin, end)
+        return DraftOutput(states.hidden, self.slot_logits(states.hidden, states.phi), states.confidence_logits)
 
     @torch.no_grad()
     def propose(

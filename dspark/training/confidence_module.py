@@ -22,8 +22,8 @@ from dspark.drafter.model import Drafter
 from dspark.training import losses
 from dspark.training.batches import RoundBatch
 from dspark.training.checkpoint import load_drafter, seal
-from dspark.training.frozen import FrozenTargetModule, capture, laws_at
-from dspark.training.labels import acceptance, observed_events
+from dspark.training.frozen import FrozenTargetModule, capture
+from dspark.training.labels import acceptance, laws_at, observed_events
 from dspark.training.optim import make_optimizer
 from dspark.training.options import OptimizerOptions, as_options, plain
 
@@ -165,7 +165,7 @@ class ConfidenceModule(FrozenTargetModule):
             return torch.zeros(observed.shape)
         rows = (anchor_rows[:, None] + torch.arange(observed.shape[1])).clamp_max(len(hidden) - 1)
         ids = self.drafter.draft_ids
-        law, index = laws_at(self.target, hidden, rows, observed, ids, self.temperature)
+        law, index = laws_at(self.target.logits, hidden, rows, observed, ids, self.temperature)
         assert self.label_kind != "observed", "observed labels need no law"
         return acceptance(self.label_kind, draft_logits, law.rows(index), ids, self.temperature)
 

@@ -8,38 +8,26 @@ Left out on purpose: caching of features, draft and target on different devices,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dspark.contracts import DsparkError
-from dspark.drafter.blocks import Blocks
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.initialise import bigram_counts, initialise_from_target
-from dspark.drafter.model import Drafter, DraftOutput
+from dspark.drafter.model import Drafter
 from dspark.drafter.regression import start_by_regression
-from dspark.training import losses
 from dspark.training.batches import SequenceBatch
 from dspark.training.checkpoint import CHECKPOINT_KEY, seal
-from dspark.training.frozen import FrozenTargetModule, blocks_of, capture, laws_at
-from dspark.training.labels import TargetLaw, acceptance, overlap_from_l1, slot_weights
+from dspark.training.frozen import FrozenTargetModule, blocks_of, capture
+from dspark.training.labels import laws_at
 from dspark.training.metrics import MeanPer, expected_tau
+from dspark.training.objective import Judged, alphas, counts, measure, weigh
 from dspark.training.optim import make_optimizer
 from dspark.training.options import DrafterOptions, InitOptions, LossOptions, OptimizerOptions, as_options, plain
 from dspark.training.start import observe
 from dspark.training.vocabulary import draft_vocabulary
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """One batch of B blocks, P slots: what the draft says, the target's law there ([B,P,...]), which slots count."""
-
-    blocks: Blocks
-    output: DraftOutput
-    law: TargetLaw
-    counted: Tensor
 
 
 class DrafterModule(FrozenTargetModule):
@@ -99,7 +87,7 @@ class DrafterModule(FrozenTargetModule):
         if self.init.from_target:
             self._start_from_target()
         slots = self.config.num_predictions
-        kinds = {name: MeanPer() for name in ("tau", "l1", "ce", "confidence", *self._weights)}
+        kinds = {name: MeanPer() for name in ("tau", *self._told)}
         self.val_metrics = torch.nn.ModuleDict({**kinds, "acceptance": MeanPer(slots)})
 
     def _start_from_target(self) -> None:
@@ -150,11 +138,14 @@ class DrafterModule(FrozenTargetModule):
         return draft_vocabulary(counts, size, [*self._data().stop_ids(), *self.target.eos_ids])
 
     @property
-    def _weights(self) -> dict[str, float]:
-        """Weight of each loss, in a fixed order: what ranks add up must line up."""
-        both = {"ce": self.losses.ce, "l1": self.losses.l1}
-        both |= {"soft_ce": self.losses.soft_ce} if self.losses.soft_ce else {}
-        return both | ({"confidence": self.losses.confidence} if self.shape.confidence_head else {})
+    def _alphas(self) -> dict[str, float]:
+        return alphas(self.losses, self.shape.confidence_head)
+
+    @property
+    def _told(self) -> tuple[str, ...]:
+        """The losses that validation tells. A law cut to candidates has no finite cross entropy: a label may be none of
+        them."""
+        return tuple(name for name in self._alphas if not self.shape.candidates or name not in ("ce", "soft_ce"))
 
     def configure_optimizers(self) -> Any:
         total = self.optimizer_options.total_steps or self.trainer.max_steps
@@ -167,26 +158,34 @@ class DrafterModule(FrozenTargetModule):
 
     def training_step(self, batch: SequenceBatch, batch_idx: int) -> Tensor:
         judged = self._judge(batch)
-        loss, means = self._combine(self._loss_terms(judged) if judged else {})
+        loss, means = self._losses(judged)
         if self.log_now:
             self._log_step(means)
         return loss
 
-    def _combine(self, terms: dict[str, losses.SumCount]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted sum of the losses' means, and the means for the log: sums and weights are added over all ranks
-        before they are divided. A rank where nothing counts gives a loss of 0 that touches every parameter."""
-        none = (torch.zeros(()), torch.zeros(()))
-        table = torch.stack([torch.stack(terms.get(name, none)) for name in self._weights])
-        totals = self.across_ranks(table)
-        counts, world = totals[:, 1].clamp_min(1e-6), self.trainer.world_size
-        weights = torch.tensor(list(self._weights.values()))
-        loss = (weights * table[:, 0] / counts).sum() * world  # gradients are averaged over ranks: undo it
-        if not terms or world > 1:
+    def _losses(self, judged: Judged | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighted sum of the losses' means, and those means over all ranks where they are logged. A rank where
+        nothing counts gives a loss of 0 that touches every parameter."""
+        loss, names = torch.zeros(()), self._alphas
+        weights = weigh(self.drafter, judged, self.losses) if judged else torch.zeros(())
+        table = counts(judged, weights, names) if judged else torch.zeros(len(names))
+        totals = self.across_ranks(table).clamp_min(1e-6)  # added over ranks before anything is divided by them
+        sums = torch.zeros(len(names))
+        if judged:
+            measured = measure(self.drafter, judged, self.losses, weights, self._shares(totals))
+            loss, sums = measured.loss, torch.stack([measured.sums[name] for name in names])
+        if not judged or self.trainer.world_size > 1:
             loss = loss + self.zero_loss()
-        return loss, dict(zip(self._weights, totals[:, 0] / counts, strict=True))
+        means = self.across_ranks(sums) / totals if self.log_now else sums / totals
+        return loss, dict(zip(names, means, strict=True))
+
+    def _shares(self, totals: Tensor) -> dict[str, float]:
+        """What each loss' sum is multiplied by. Gradients are averaged over ranks: that is undone."""
+        world = self.trainer.world_size
+        return {k: a * world / total for (k, a), total in zip(self._alphas.items(), totals.tolist(), strict=True)}
 
     def _log_step(self, means: dict[str, Tensor]) -> None:
-        total = sum(self._weights[name] * value for name, value in means.items())
+        total = sum(self._alphas[name] * value for name, value in means.items())
         self.log("train/loss", total, prog_bar=True, batch_size=1)
         values = {f"train/{name}": value for name, value in means.items()}
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
@@ -202,30 +201,10 @@ class DrafterModule(FrozenTargetModule):
         if not bool(counted.any()):
             return None
         ids, temperature = self.drafter.draft_ids, self.losses.temperature
-        law, index = laws_at(self.target, seen.hidden, rows - 1, counted, ids, temperature)
+        law, index = laws_at(self.target.logits, seen.hidden, rows - 1, counted, ids, temperature)
         context = self.drafter.encode(seen.features, batch.positions())
-        return Judged(blocks, self.drafter.teacher_forced(*blocks.inputs(context)), law.rows(index), counted)
-
-    def _loss_terms(self, judged: Judged) -> dict[str, losses.SumCount]:
-        """(sum, sum of weights) of each loss."""
-        weights = slot_weights(judged.counted, self.losses.decay)
-        logits, law, temperature = judged.output.logits, judged.law, self.losses.temperature
-        log_draft = torch.log_softmax(logits, dim=-1)
-        terms = {"ce": losses.cross_entropy(log_draft, self.drafter.to_columns(judged.blocks.labels), weights)}
-        if temperature != 1.0:  # the law's own temperature: both laws are compared as they will be sampled
-            log_draft = torch.log_softmax(logits / temperature, dim=-1)
-        if self.losses.soft_ce:
-            terms["soft_ce"] = losses.soft_cross_entropy(log_draft, law, weights)
-        distance = losses.l1_distance(log_draft.exp(), law)
-        terms["l1"] = losses.weighted(distance, weights)
-        if judged.output.confidence_logits is not None:
-            label = overlap_from_l1(distance.detach()) if self.losses.label == "rejection" else self._labels(judged)
-            terms["confidence"] = losses.confidence_bce(judged.output.confidence_logits, label, weights)
-        return terms
-
-    def _labels(self, judged: Judged) -> Tensor:
-        ids, temperature = self.drafter.draft_ids, self.losses.temperature
-        return acceptance(self.losses.label, judged.output.logits, judged.law, ids, temperature)
+        states = self.drafter.block_states(*blocks.inputs(context))
+        return Judged(states, self.drafter.to_columns(blocks.labels), law, index, counted)
 
     # ---- validation ---------------------------------------------------------------------------------------------
 
@@ -233,10 +212,12 @@ class DrafterModule(FrozenTargetModule):
         judged = self._judge(batch)
         if judged is None:
             return
-        accepted, counted = self._labels(judged), judged.counted
-        self._metric("tau").update(*expected_tau(accepted, counted))
-        self._metric("acceptance").update((accepted * counted).sum(0), counted.float().sum(0))
-        for name, (total, count) in self._loss_terms(judged).items():
+        weights, counted = weigh(self.drafter, judged, self.losses), judged.counted
+        told = dict.fromkeys(self._told, 0.0)
+        measured = measure(self.drafter, judged, self.losses, weights, told)
+        self._metric("tau").update(*expected_tau(measured.acceptance, counted))
+        self._metric("acceptance").update(measured.acceptance.sum(0), counted.float().sum(0))
+        for (name, total), count in zip(measured.sums.items(), counts(judged, weights, told), strict=True):
             self._metric(name).update(total, count)
 
     def _metric(self, name: str) -> MeanPer:

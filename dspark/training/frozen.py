@@ -1,7 +1,6 @@
 """The frozen target inside a training step: capture, skip broken samples, keep it out of the module tree.
 
-Features are captured online under no_grad: the target runs on the batch and what it says is used at once. Target
-logits are made only for the rows that some slot needs, a chunk at a time, and shrink to the draft vocabulary at once.
+Features are captured online under no_grad: the target runs on the batch and what it says is used at once.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from dspark.drafter.blocks import Blocks, blocks_at
 from dspark.target.decoder import Target
 from dspark.target.load import load_target
 from dspark.training.batches import SequenceBatch
-from dspark.training.labels import TargetLaw, slot_mask, target_law
+from dspark.training.labels import slot_mask
 from dspark.training.options import OptimizerOptions
-
-_LOGIT_ROWS = 128  # rows of full-vocabulary logits alive at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +60,6 @@ def blocks_of(batch: SequenceBatch, seen: Capture, slots: int) -> tuple[Blocks, 
     blocks = blocks_at(batch.ids, batch.offsets, batch.sequence, batch.anchors, slots)
     rows, counted = slot_mask(batch.loss_mask, blocks.begin, batch.offsets[batch.sequence + 1], batch.anchors, slots)
     return blocks, rows, counted & seen.finite[batch.sequence][:, None]
-
-
-@torch.no_grad()
-def laws_at(target: Target, hidden: Tensor, rows: Tensor, counted: Tensor, draft_ids: Tensor | None,
-            temperature: float = 1.0) -> tuple[TargetLaw, Tensor]:  # fmt: skip
-    """The target's law at the rows some counted slot needs: (law of M distinct rows, index [B,K] into them).
-
-    rows [B,K] of hidden [N,H]; slots that do not count get index 0. At least one slot must count.
-    """
-    needed, inverse = torch.unique(rows[counted], return_inverse=True)
-    index = torch.zeros_like(rows)
-    index[counted] = inverse
-    parts = [target_law(target.logits(hidden[chunk]), draft_ids, temperature) for chunk in needed.split(_LOGIT_ROWS)]
-    law = TargetLaw(*(torch.cat([getattr(p, name) for p in parts]) for name in TargetLaw.__slots__))
-    return law, index
 
 
 @dataclass(slots=True)

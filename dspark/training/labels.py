@@ -9,13 +9,16 @@ candidate has its own token and the next one supervised (oracle/README.md sectio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dspark import probability
+from dspark.training.coupled import coupled_acceptance
+
+_LOGIT_ROWS = 128  # rows of full-vocabulary logits alive at a time
 
 AnalyticLabel = Literal["rejection", "coupled", "greedy"]
 LABELS: tuple[str, ...] = ("observed", "rejection", "coupled", "greedy")
@@ -35,7 +38,10 @@ class TargetLaw:
 
     def rows(self, index: Tensor) -> TargetLaw:
         """The law at `index` [...] of its rows, with index's shape in front."""
-        return TargetLaw(self.inside[index], self.outside[index], self.argmax[index])
+        return TargetLaw(*(part[index] for part in self.parts()))
+
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.inside, self.outside, self.argmax
 
 
 def target_law(logits: Tensor, draft_ids: Tensor | None, temperature: float = 1.0) -> TargetLaw:
@@ -49,10 +55,33 @@ def target_law(logits: Tensor, draft_ids: Tensor | None, temperature: float = 1.
         logits = logits / temperature
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
     kept = logits if draft_ids is None else logits.index_select(-1, draft_ids)
-    inside = torch.exp(kept - normaliser)
+    inside = torch.exp_(kept - normaliser)
     full = draft_ids is None or draft_ids.numel() == logits.shape[-1]
     outside = torch.zeros_like(normaliser[..., 0]) if full else (1.0 - inside.sum(dim=-1)).clamp_min(0.0)
     return TargetLaw(inside, outside, argmax)
+
+
+@torch.no_grad()
+def laws_at(say: Callable[[Tensor], Tensor], hidden: Tensor, rows: Tensor, counted: Tensor, draft_ids: Tensor | None,
+            temperature: float = 1.0) -> tuple[TargetLaw, Tensor]:  # fmt: skip
+    """The target's law at the rows some counted slot needs: (law of M distinct rows, index [B,K] into them).
+
+    say: the target's LM head, hidden [n,H] -> logits [n,V]; rows [B,K] of hidden [N,H]; slots that do not count get
+    index 0. At least one slot must count. The law is filled a few rows at a time: it exists once, the logits never.
+    """
+    needed, inverse = torch.unique(rows[counted], return_inverse=True)
+    index = torch.zeros_like(rows)
+    index[counted] = inverse
+    chunks = needed.split(_LOGIT_ROWS)
+    first = target_law(say(hidden[chunks[0]]), draft_ids, temperature)
+    if len(chunks) == 1:
+        return first, index
+    law = TargetLaw(*(part.new_empty(len(needed), *part.shape[1:]) for part in first.parts()))
+    for at, chunk in enumerate(chunks):
+        found = target_law(say(hidden[chunk]), draft_ids, temperature) if at else first
+        for whole, part in zip(law.parts(), found.parts(), strict=True):
+            whole[at * _LOGIT_ROWS :][: len(chunk)] = part
+    return law, index
 
 
 def anchor_candidates(loss_mask: Tensor) -> Tensor:
@@ -79,6 +108,14 @@ def slot_weights(counted: Tensor, decay: float) -> Tensor:
     return counted.float() * (torch.exp(-slots / decay) if decay > 0 else torch.ones_like(slots))
 
 
+def survival_weights(counted: Tensor, acceptance: Tensor, floor: float) -> Tensor:
+    """counted [B,K] bool, acceptance [B,K] -> weights [B,K] fp32: the probability that the draft gets as far as slot k,
+    prod_{j<k} c_j, but at least `floor`; 0 where the slot does not count. Detached."""
+    before = torch.ones_like(acceptance)
+    before[:, 1:] = acceptance.detach()[:, :-1].cumprod(dim=-1)
+    return counted.float() * before.clamp_min(floor)
+
+
 def overlap_from_l1(l1: Tensor) -> Tensor:
     """Acceptance probability of the rejection verifier, 1 - TV, from the full L1 distance (0..2)."""
     return (1.0 - 0.5 * l1).clamp(0.0, 1.0)
@@ -90,7 +127,7 @@ def acceptance(kind: AnalyticLabel, draft_logits: Tensor, law: TargetLaw, draft_
     """Probability that the verifier `kind` accepts the draft's token, per slot: [...] fp32 in [0, 1].
 
     draft_logits [..., V'], law with the same leading shape; temperature shapes the draft's law (the target's was shaped
-    when it was made). coupled sorts V' + 1 columns per row and is by far the dearest.
+    when it was made). coupled sorts V' columns per row and is by far the dearest.
     """
     if kind == "greedy":
         best = draft_logits.argmax(dim=-1)
@@ -99,9 +136,7 @@ def acceptance(kind: AnalyticLabel, draft_logits: Tensor, law: TargetLaw, draft_
     if kind == "rejection":
         return torch.minimum(draft, law.inside).sum(dim=-1).clamp(0.0, 1.0)
     assert kind == "coupled", f"acceptance label {kind!r} is none of {LABELS[1:]}"
-    target = torch.cat([law.inside, law.outside[..., None]], dim=-1)
-    draft = torch.cat([draft, torch.zeros_like(law.outside)[..., None]], dim=-1)
-    return probability.coupled_acceptance(target, draft).clamp(0.0, 1.0)
+    return coupled_acceptance(draft, law.inside, law.outside).clamp(0.0, 1.0)
 
 
 def observed_events(verified: Tensor, accepted: Tensor, slots: int) -> tuple[Tensor, Tensor]:

@@ -3,10 +3,12 @@
     cross entropy  -log q(label)              only where the label is in the draft vocabulary
     soft CE        -sum_v p(v) log q(v)       its gradient does not fade while q is far from p
     L1             sum_v |q(v) - p(v)|        0..2, the mass of p outside the draft vocabulary included
+    coupled        1 - c(p, q)                c: the coupled verifier's acceptance (coupled.py)
     confidence     BCE(logit, label)          label soft (a probability) or an observed event, never differentiated
 
 fp32 because the gradient of a divergence is a difference of nearly equal probabilities once the draft is good; in bf16
 that difference is mostly rounding. Shapes: logits [..., V'], the rest [...]. No reduction over ranks, no logging.
+Training computes the first four in chunks (fused.py); these are what it must equal.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dspark.training.coupled import coupled_acceptance
 from dspark.training.labels import TargetLaw
 
 LOGIT_BOUND = 16.0  # sigmoid(16) is 1 - 1e-7: beyond it a logit says nothing more
@@ -23,25 +26,32 @@ SumCount = tuple[Tensor, Tensor]
 
 
 def cross_entropy(log_draft: Tensor, columns: Tensor, weights: Tensor) -> SumCount:
-    """log_draft [..., V'] log-probabilities, columns [...] int64 of the labels (-1: not in the draft vocabulary). Only
-    labels with a probability count: in validation a label may be none of its slot's candidates, at -inf."""
-    picked = log_draft.gather(-1, columns.clamp_min(0)[..., None])[..., 0]
-    known = (columns >= 0) & (picked != -torch.inf)
+    """log_draft [..., V'] log-probabilities, columns [...] int64 of the labels (-1: not in the draft vocabulary)."""
+    known = columns >= 0
     weights = weights * known
-    return -(picked.where(known, 0.0) * weights).sum(), weights.sum()
+    picked = log_draft.gather(-1, columns.clamp_min(0)[..., None])[..., 0]
+    return -(picked * weights).sum(), weights.sum()
 
 
 def soft_cross_entropy(log_draft: Tensor, law: TargetLaw, weights: Tensor) -> SumCount:
     """Cross entropy of the draft against the target's law per slot: log_draft [..., V'], weights [...]. Mass of the law
-    outside the draft vocabulary is left out: no draft could lower it; so is, in validation, what lies off a slot's
-    candidates, at -inf."""
-    product = (law.inside * log_draft).masked_fill(log_draft == -torch.inf, 0.0)
-    return weighted(-product.sum(dim=-1), weights)
+    outside the draft vocabulary is left out: no draft could lower it."""
+    return weighted(soft_cross_entropies(log_draft, law), weights)
+
+
+def soft_cross_entropies(log_draft: Tensor, law: TargetLaw) -> Tensor:
+    """The same per slot, unweighted: [...]."""
+    return -(law.inside * log_draft).sum(dim=-1)
 
 
 def l1_distance(draft: Tensor, law: TargetLaw) -> Tensor:
     """Full L1 distance per slot [...] between draft probabilities [..., V'] and the target's law; 0..2."""
     return (draft - law.inside).abs().sum(dim=-1) + law.outside
+
+
+def coupled_distance(draft: Tensor, law: TargetLaw) -> Tensor:
+    """1 - acceptance by the coupled verifier per slot [...]; draft probabilities [..., V']; 0..1."""
+    return 1.0 - coupled_acceptance(draft, law.inside, law.outside)
 
 
 def weighted(values: Tensor, weights: Tensor) -> SumCount:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
@@ -65,9 +66,17 @@ class LossOptions:
     Args:
         ce: weight of the cross entropy against the response tokens.
         soft_ce: weight of the cross entropy against the target's whole law: learns faster than L1 from a far start.
-        l1: weight of the L1 distance between the draft's and the target's law.
+        l1: weight of the L1 distance between the draft's and the target's law: twice what the rejection verifier
+            refuses.
+        coupled: weight of 1 - the coupled verifier's acceptance, for drafts it will verify; sorts the vocabulary per
+            slot and makes a step about twice as dear as l1.
         confidence: weight of the confidence head's binary cross entropy.
-        decay: slot k weighs exp(-k / decay); 0 weighs all alike.
+        weighting: decay, or survival: slot k weighs the probability that all before it are accepted (by `label`'s
+            verifier, as the draft is now; the idea of D-PACE), which costs one more pass over the draft's logits.
+        decay: with weighting decay, slot k weighs exp(-k / decay); 0 weighs all alike.
+        survival_floor: with weighting survival, the least weight of a slot. An untrained draft accepts next to nothing
+            and would teach its first slot only; 0.1 is under half of what decay 4 gives the last of 7 slots, so it
+            hardly shows once the draft is good.
         temperature: of the target's and the draft's law in the soft_ce and L1 terms, the confidence label and the
             validation.
         label: the acceptance label of the confidence head, by the verifier that will be used.
@@ -76,16 +85,23 @@ class LossOptions:
     ce: float = 0.1
     soft_ce: float = 0.0
     l1: float = 0.9
+    coupled: float = 0.0
     confidence: float = 1.0
+    weighting: Literal["decay", "survival"] = "decay"
     decay: float = 4.0
+    survival_floor: float = 0.1
     temperature: float = 1.0
     label: AnalyticLabel = "rejection"
 
     def __post_init__(self) -> None:
-        for name in ("ce", "soft_ce", "l1", "confidence", "decay"):
-            if getattr(self, name) < 0:
-                raise DsparkError(f"losses: expected {name} >= 0, but got {getattr(self, name)}.")
-        if self.temperature <= 0:
+        for name in ("ce", "soft_ce", "l1", "coupled", "confidence", "decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise DsparkError(f"losses: expected a finite {name} >= 0, but got {getattr(self, name)}.")
+        if self.weighting not in ("decay", "survival"):
+            raise DsparkError(f"losses: expected weighting decay or survival, but got {self.weighting!r}.")
+        if not 0 <= self.survival_floor <= 1:
+            raise DsparkError(f"losses: expected survival_floor from 0 to 1, but got {self.survival_floor}.")
+        if not 0 < self.temperature < math.inf:
             raise DsparkError(f"losses: expected temperature > 0, but got {self.temperature}. Use label: greedy for 0.")
 
 

@@ -52,21 +52,6 @@ def test_every_counted_slot_gets_gradient_slot_zero_included() -> None:
     assert torch.equal(logits.grad.abs().sum(-1) > 0, counted)
 
 
-def test_a_law_of_few_candidates_gives_finite_losses_over_what_it_can_say() -> None:
-    """Columns 2 and 3 at -inf: a label there does not count, the law's mass there is left out; NaN is not hidden."""
-    log_draft = torch.log_softmax(some((1, 2, 4)).masked_fill(torch.tensor([False, False, True, True]), -torch.inf), -1)
-    weights, law = torch.ones(1, 2), target_law(some((1, 2, 4), 1), None)
-    total, count = losses.cross_entropy(log_draft, torch.tensor([[1, 3]]), weights)
-    assert float(count) == 1.0
-    assert torch.equal(total, -log_draft[0, 0, 1])
-    assert float(losses.cross_entropy(log_draft, torch.tensor([[2, 3]]), weights)[0]) == 0.0
-    total, _ = losses.soft_cross_entropy(log_draft, law, weights)
-    torch.testing.assert_close(total, -(law.inside[..., :2] * log_draft[..., :2]).sum())
-    broken = torch.full_like(log_draft, float("nan"))
-    assert bool(losses.cross_entropy(broken, torch.tensor([[1, 3]]), weights)[0].isnan())
-    assert bool(losses.soft_cross_entropy(broken, law, weights)[0].isnan())
-
-
 def test_cross_entropy_leaves_out_labels_the_draft_cannot_say() -> None:
     log_draft = torch.log_softmax(some((1, 2, 4)), -1)
     weights = torch.ones(1, 2)
