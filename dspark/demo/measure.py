@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dspark.bench.acceptance import Drafted, by_domain
 from dspark.bench.speed import compare
 from dspark.commands.running import Loaded, progress
 from dspark.contracts import Completion, Request, SamplingParams, VerifierName
 from dspark.corpus.prompts import Prompt
 from dspark.noise import derive_seed
+from dspark.runner.acceptance import Drafted, by_domain
 
 
 @dataclass(frozen=True, slots=True)
