@@ -117,7 +117,7 @@ class _SplitDataModule(LightningDataModule):
     def val_dataloader(self) -> BatchStream | list[BatchStream]:
         return self._stream("val", train=False) if self.paths["val"] else []
 
-    def test_dataloader(self) -> BatchStream:
+    def test_dataloader(self) -> BatchStream | list[SequenceBatch]:
         return self._stream("test", train=False)
 
     def predict_dataloader(self) -> BatchStream:
@@ -130,7 +130,7 @@ class TrajectoryDataModule(_SplitDataModule):
     Args:
         train: trajectory directories, or JSONL files of {"messages": [...]} (these need `tokenizer`).
         val: the same, for validation; empty switches validation off.
-        test: the same, for `lightning test`.
+        test: the same, for analytic estimates in `lightning test` beside its rollouts (model.init_args.test).
         token_budget: tokens a batch aims at, prompts included; whole sequences, so a batch may be somewhat larger.
         anchors_per_sequence: blocks drawn per sequence and epoch; 0 takes every candidate position.
         seed: keys the order of the batches and the anchors.
@@ -172,6 +172,10 @@ class TrajectoryDataModule(_SplitDataModule):
             )
 
         return collate
+
+    def test_dataloader(self) -> BatchStream | list[SequenceBatch]:
+        """The test sequences; one empty batch without any, for rollouts need none."""
+        return self._stream("test", train=False) if self.paths["test"] else [sequence_batch([], [])]
 
     def predict_dataloader(self) -> BatchStream:
         """Raises DsparkError: there is nothing to predict from whole sequences."""
