@@ -54,15 +54,15 @@ def paired_ratio(first: Tensor, other: Tensor) -> Estimate:
     """tau of ``other`` over tau of ``first``: counts [C, 3 + 2K] of the same C conversations in the same order."""
     weights = resample_weights(len(first))
     point = rates(other.sum(0))["tau"] / rates(first.sum(0))["tau"]
-    return estimate(point, rates(weights @ other)["tau"] / rates(weights @ first)["tau"], len(first))
+    return estimate(point, rates(weights @ other)["tau"] / rates(weights @ first)["tau"])
 
 
 def comparison_text(data: dict[str, Any]) -> str:
     """The comparison at 80 columns, without a final line break."""
     lines = [
         "tau: tokens per round, the target's own included. drafts: accepted drafts per",
-        f"round, the target's own excluded. ratio: of tau to that of {data['first']}, paired by",
-        "conversation. [low, high]: 95 %, whole conversations resampled.",
+        "round, the target's own excluded. ratio: of tau to the first draft model's, the",
+        "same conversations resampled for both. [low, high]: 95 %.",
     ]
     for title in data["titles"]:
         lines += ["-" * (WIDTH - 2), title, f"{'':<26}{'tau (own included)':<20}{'drafts':<10}{'ratio of tau':<20}"]

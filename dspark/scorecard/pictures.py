@@ -85,7 +85,7 @@ def _panel(axes: Axes, title: str, curves: dict[str, list[dict[str, Any]]], emph
         ]
         points(axes, rows, "conditional", name, colour, marker, shift, **style)
     longest = max(len(conditional) for conditional in curves.values())
-    axes.set(xlim=(0.5, longest + 0.5), ylim=(0, 1.02))
+    axes.set(xlim=(0.5, longest + 0.5), ylim=(-0.03, 1.03))
     axes.set_title(title, fontsize="medium")
     axes.grid(axis="y", alpha=0.3)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

@@ -58,17 +58,17 @@ def _figures(conversations: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {"conversations": len(table), "rounds": int(table[:, 0].sum())}
     found["tried"] = [int(n) for n in table[:, 3 : 3 + slots].sum(0)]
     for name, value in point.items():
-        several = value.dim() > 0
-        found[name] = (
-            [estimate(value[k], spread[name][:, k], len(table)) for k in range(slots)]
-            if several
-            else estimate(value, spread[name], len(table))
-        )
+        if value.dim():
+            found[name] = [estimate(value[k], spread[name][:, k]) for k in range(slots)]
+        else:
+            found[name] = estimate(value, spread[name])
     return found
 
 
-def estimate(value: Tensor, replicates: Tensor, conversations: int) -> Estimate:
-    """A scalar with its interval from replicates [R]; none from a single conversation, which has no spread."""
+def estimate(value: Tensor, replicates: Tensor) -> Estimate:
+    """A scalar with its interval from replicates [R]. No interval where every replicate says the same (a single
+    conversation, a rate of 0 or 1): resampling then knows of no error, which does not mean that there is none."""
     point = None if bool(value.isnan()) else float(value)
-    span = interval(point, replicates) if conversations > 1 else None
+    known = replicates[~replicates.isnan()]
+    span = interval(point, replicates) if len(known.unique()) > 1 else None
     return {"value": point, "interval": None if span is None else list(span)}

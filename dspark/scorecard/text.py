@@ -13,7 +13,7 @@ _LEGEND = """\
 tau: tokens per round, the target's own included. drafts: accepted drafts per
 round, the target's own excluded. slot k: accepted in % of the rounds where all
 slots before it were; survival: up to and including it, in % of all blocks.
-[low, high]: 95 %, whole conversations resampled."""
+[low, high]: 95 %, whole conversations resampled; too narrow for a handful."""
 
 
 def report_text(report: dict[str, Any]) -> str:

@@ -117,7 +117,7 @@ class _SplitDataModule(LightningDataModule):
     def val_dataloader(self) -> BatchStream | list[BatchStream]:
         return self._stream("val", train=False) if self.paths["val"] else []
 
-    def test_dataloader(self) -> BatchStream | list[SequenceBatch]:
+    def test_dataloader(self) -> BatchStream:
         return self._stream("test", train=False)
 
     def predict_dataloader(self) -> BatchStream:
@@ -173,9 +173,11 @@ class TrajectoryDataModule(_SplitDataModule):
 
         return collate
 
-    def test_dataloader(self) -> BatchStream | list[SequenceBatch]:
-        """The test sequences; one empty batch without any, for rollouts need none."""
-        return self._stream("test", train=False) if self.paths["test"] else [sequence_batch([], [])]
+    def test_dataloader(self) -> BatchStream:
+        """The test sequences; without any a single empty batch, for rollouts need none."""
+        if self.paths["test"]:
+            return super().test_dataloader()
+        return BatchStream(BatchPlan([], self.token_budget, shuffle=False), self._collate([], train=False))
 
     def predict_dataloader(self) -> BatchStream:
         """Raises DsparkError: there is nothing to predict from whole sequences."""
