@@ -21,8 +21,8 @@ class Setting:
         top_p: share of the law that is kept; 1 is all.
     """
 
-    verifier: VerifierName
-    temperature: float
+    verifier: VerifierName = "coupled"
+    temperature: float = 1.0
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
