@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 
 import torch
@@ -153,6 +154,7 @@ class RecipeCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         # LightningCLI lets the checkpoint's hyperparameters override the recipe; here the recipe is the law.
+        self._take_last_checkpoint()
         path = self.config[self.verb].get("ckpt_path")
         if not path or path in CKPT_WORDS:
             return
@@ -160,6 +162,13 @@ class RecipeCLI(LightningCLI):
         self._check_checkpoint(path, checkpoint)
         if self.verb == "fit":
             self._go_on_in_the_same_folder(path, int(checkpoint.get("global_step", 0)))
+
+    def _take_last_checkpoint(self) -> None:
+        """`test` of a model that says nothing untrained (its class says so): last.ckpt of the recipe's folder."""
+        config = self.config[self.verb]
+        model = locate((config.get("model") or {}).get("class_path", ""))
+        if self.verb == "test" and not config.get("ckpt_path") and getattr(model, "tests_last", False):
+            config["ckpt_path"] = str(Path(config.trainer.get("default_root_dir") or ".") / "last.ckpt")
 
     def _check_checkpoint(self, path: str, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("hyper_parameters", {}).get("_class_path")
@@ -254,7 +263,10 @@ def records_of(batches: Iterable[dict[str, Any] | None]) -> Iterator[dict[str, A
 def load_checkpoint(path: str) -> dict[str, Any]:
     """A checkpoint of plain tensors and values. Raises DsparkError when there is none, or it holds more than that."""
     if not Path(path).is_file():
-        raise DsparkError(f"{path}: expected a checkpoint (--ckpt_path), but there is no such file.")
+        raise DsparkError(
+            f"{path}: expected a checkpoint (--ckpt_path), but there is no such file. "
+            "Give another, or train first: lightning fit RECIPE.yaml."
+        )
     try:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

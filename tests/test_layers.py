@@ -22,6 +22,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("target", "corpus", "drafter"),
     ("runner",),
     ("calibration",),  # its metrics are what training's confidence module measures with
+    ("scorecard",),
     ("training",),
     ("export",),
     ("rollouts",),

@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from dspark.calibration.events import ALL
 from dspark.calibration.scores import ESTIMATORS
 
-_WIDTH = 11.0  # inches; at DPI the reader's column is filled at twice its pixels
+WIDTH = 11.0  # inches; at DPI the reader's column is filled at twice its pixels
 DPI = 144
 _COLUMNS = 5  # reliability panels in a row
 _COLOURS = {  # Okabe-Ito: told apart by readers who see few colours
@@ -45,7 +45,7 @@ def png(figure: Figure) -> bytes:
 def overview(rows: Sequence[dict[str, Any]], num_slots: int) -> Figure:
     """Four panels over slots, for the survival: predicted and observed, then ECE, NLL and AUROC of every estimator."""
     chosen = [r for r in rows if r["law"] == "cumulative" and r["domain"] == ALL and isinstance(r["slot"], int)]
-    figure = Figure(figsize=(_WIDTH, 7.0), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 7.0), layout="constrained")
     panels = figure.subplots(2, 2)
     first, ece, nll, auroc = panels.flat
     _survival_panel(first, chosen)
@@ -72,7 +72,7 @@ def reliability_diagram(bins: dict[str, Any], law: str) -> Figure:
     sums = {name: np.asarray(bins[name]) for name in ("head", "head_calibrated")}
     num_slots = sums["head"].shape[1]
     columns, bands = min(num_slots, _COLUMNS), math.ceil(num_slots / _COLUMNS)
-    panel = min(_WIDTH / columns, 4.5)
+    panel = min(WIDTH / columns, 4.5)
     figure = Figure(figsize=(panel * columns, (panel * 1.25 + 0.1) * bands + 0.9), layout="constrained")
     grid = figure.subplots(2 * bands, columns, squeeze=False, height_ratios=[3, 1] * bands, sharex="col")
     for slot in range(columns * bands):
@@ -94,11 +94,11 @@ def reliability_diagram(bins: dict[str, Any], law: str) -> Figure:
 
 def _survival_panel(axes: Axes, rows: list[dict[str, Any]]) -> None:
     calibrated = [r for r in rows if r["estimator"] == "head_calibrated"]
-    _points(axes, calibrated, "mean_observed", "observed", "black", "o", linewidth=3, alpha=0.45)
+    points(axes, calibrated, "mean_observed", "observed", "black", "o", linewidth=3, alpha=0.45)
     for name in ("head", "head_calibrated"):
         # Without intervals: how the predictions spread is no error bar.
         mine = [{**r, "interval": {}} for r in rows if r["estimator"] == name]
-        _points(axes, mine, "mean_predicted", ESTIMATORS[name], _COLOURS[name], _MARKERS[name])
+        points(axes, mine, "mean_predicted", ESTIMATORS[name], _COLOURS[name], _MARKERS[name])
     axes.set_title("Survival, predicted and observed", fontsize="medium")
     axes.set_ylim(0, 1)
 
@@ -108,12 +108,12 @@ def _estimator_panel(axes: Axes, rows: list[dict[str, Any]], metric: str, title:
     for i, name in enumerate(present):
         mine = [r for r in rows if r["estimator"] == name]
         shift = 0.09 * (i - (len(present) - 1) / 2)  # side by side, so that the intervals can be read
-        _points(axes, mine, metric, ESTIMATORS[name], _COLOURS[name], _MARKERS[name], shift)
+        points(axes, mine, metric, ESTIMATORS[name], _COLOURS[name], _MARKERS[name], shift)
     axes.set_title(title, fontsize="medium")
     axes.grid(axis="y", alpha=0.3)
 
 
-def _points(
+def points(
     axes: Axes,
     rows: list[dict[str, Any]],
     metric: str,
@@ -123,6 +123,8 @@ def _points(
     shift: float = 0.0,
     **line: Any,
 ) -> None:
+    """A curve over slots with its error bars. rows: {"slot", metric: value or None, "interval": {metric: (low, high)}};
+    shift: of the slots, so that several curves' bars stand side by side."""
     known = [r for r in rows if r[metric] is not None]
     x = [r["slot"] + shift for r in known]
     axes.plot(x, [r[metric] for r in known], color=colour, marker=marker, markersize=4.5, label=label, **line)

@@ -13,12 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dspark.bench.acceptance import Acceptance, Drafted, by_domain
 from dspark.calibration.report import Report, build_report, format_table
 from dspark.calibration.temperature import Calibration
 from dspark.commands.calibrate import add_event_arguments
 from dspark.commands.events import gather_events
 from dspark.rollouts.store import read_rounds, read_trajectories
+from dspark.runner.acceptance import Acceptance, Drafted, by_domain
 
 EXAMPLES = """
 examples:

@@ -6,7 +6,7 @@ trailing assistant turn is removed, for the target writes its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from dspark.contracts import DsparkError
 from dspark.corpus import dialogue
 from dspark.corpus.ledger import Ledger, open_rows
 from dspark.corpus.messages import Conversation, content_id, read_conversation
+from dspark.files import sha256_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,11 @@ def load_prompts(
                 ledger.notes.append((row.line, note))
     ledger.close(quarantine)
     return PromptSet(prompts, ledger.dropped, ledger.notes, ledger.rows_read, ledger.other_split, ledger.summary())
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> str:
+    """sha256 hex over ids, domains and token ids, in order: two runs asked the same iff it is the same."""
+    return sha256_json([[p.prompt_id, p.domain, list(p.prompt_ids)] for p in prompts])
 
 
 def _read_prompt(

@@ -24,12 +24,13 @@ from dspark.commands.running import Loaded, load
 from dspark.contracts import DsparkError
 from dspark.corpus.prompts import Prompt, load_prompts
 from dspark.corpus.sources import open_source
-from dspark.demo.measure import Setting, equality, speed
+from dspark.demo.measure import equality, speed
 from dspark.demo.stages import Result, Stage, Stages
 from dspark.demo.table import as_text
 from dspark.files import sha256_file
 from dspark.recipe import read_recipe
 from dspark.rollouts.config import RolloutConfig
+from dspark.scorecard.setting import Setting
 from dspark.settings import Settings
 
 OUT = Path("runs/demo")

@@ -5,34 +5,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-from dspark.bench.acceptance import Drafted, by_domain
 from dspark.bench.speed import compare
 from dspark.commands.running import Loaded, progress
-from dspark.contracts import Completion, Request, SamplingParams, VerifierName
+from dspark.contracts import Completion, Request
 from dspark.corpus.prompts import Prompt
-from dspark.noise import derive_seed
+from dspark.runner.acceptance import by_domain
+from dspark.scorecard.measure import differing, drafted
+from dspark.scorecard.setting import Setting, requests_for
 
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One way to sample: a verifier and its temperature and top-p."""
-
-    verifier: VerifierName
-    temperature: float
-    top_p: float
-
-    @property
-    def title(self) -> str:
-        return f"{self.verifier}, temperature {self.temperature:g}, top-p {self.top_p:g}"
-
-
-def requests_for(prompts: Sequence[Prompt], setting: Setting, eos: tuple[int, ...], max_tokens: int) -> list[Request]:
-    """One request a prompt, seeded by its id."""
-    params = SamplingParams(temperature=setting.temperature, top_p=setting.top_p, max_tokens=max_tokens, stop_ids=eos)
-    return [Request(p.prompt_ids, params.with_seed(derive_seed(1, p.prompt_id, 0))) for p in prompts]
+_RUN_SEED = 1
 
 
 def equality(
@@ -40,29 +24,22 @@ def equality(
 ) -> dict[str, Any]:
     """Speculative against plain decoding over ``prompts``: how many differ in ids or log-probabilities, with the counts
     of drafts, acceptances and rejections that make the comparison mean something; acceptance by domain."""
-    requests = requests_for(prompts, setting, loaded.target.eos_ids, max_tokens)
+    requests = requests_for(prompts, setting, loaded.target.eos_ids, max_tokens, _RUN_SEED)
     plain, plain_seconds = _timed(Loaded(loaded.source, loaded.dtype, loaded.target, None), setting, requests, quiet)
     spec, spec_seconds = _timed(loaded, setting, requests, quiet)
     rounds = [r for c in spec for r in c.rounds]
     slots = loaded.bundle.config.num_predictions if loaded.bundle else 0
-    drafted = [
-        Drafted(p.domain, c.rounds, len(p.prompt_ids) + len(c.token_ids) - 1)
-        for p, c in zip(prompts, spec, strict=True)
-    ]
-    differing = sum(
-        (a.token_ids, a.logprobs, a.raw_logprobs) != (b.token_ids, b.logprobs, b.raw_logprobs)
-        for a, b in zip(plain, spec, strict=True)
-    )
+    sequences = [drafted(*one) for one in zip(prompts, requests, spec, strict=True)]
     return {
         "setting": asdict(setting),
         "sequences": len(requests),
         "tokens": sum(len(c.token_ids) for c in spec),
-        "differing": differing,
+        "differing": differing(plain, spec),
         "drafted": sum(len(r.drafted) for r in rounds),
         "accepted": sum(r.accepted for r in rounds),
         "rejected": sum(r.accepted < r.verified for r in rounds),
         "seconds": {"plain": plain_seconds, "speculative": spec_seconds},
-        "acceptance": {name: asdict(one) for name, one in by_domain(drafted, slots).items()},
+        "acceptance": {name: asdict(one) for name, one in by_domain(sequences, slots).items()},
     }
 
 
@@ -87,7 +64,7 @@ def speed(
 ) -> dict[str, Any]:
     """Plain decoding and speculative decoding at several verification lengths, batch 1, interleaved request by request,
     outputs compared. How much a draft is worth verifying depends on what a row costs: measured, not assumed."""
-    requests = requests_for(prompts, setting, loaded.target.eos_ids, max_tokens)
+    requests = requests_for(prompts, setting, loaded.target.eos_ids, max_tokens, _RUN_SEED)
     block = loaded.bundle.config.num_predictions if loaded.bundle else 0
     engines = {"plain": Loaded(loaded.source, loaded.dtype, loaded.target, None).engine(setting.verifier, None, 1)}
     for gamma in sorted({1, 2, block} & set(range(1, block + 1))):

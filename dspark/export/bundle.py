@@ -16,6 +16,7 @@ from typing import Any
 
 from dspark.contracts import DsparkError
 from dspark.drafter.config import DrafterConfig
+from dspark.drafter.identity import drafter_hash, identity_hash, tensor_hashes
 from dspark.drafter.model import Drafter
 from dspark.export.gate import check_parity
 from dspark.export.tensors import (
@@ -25,9 +26,8 @@ from dspark.export.tensors import (
     load_tensors,
     save_tensors,
     shapes,
-    tensor_hashes,
 )
-from dspark.files import atomic_dir, atomic_write, canonical_json, read_json, sha256_file, sha256_json
+from dspark.files import atomic_dir, atomic_write, canonical_json, read_json, sha256_file
 
 __all__ = [
     "Bundle", "check_gamma", "check_parity", "check_target", "drafter_hash", "is_bundle", "load_bundle", "save_bundle",
@@ -51,11 +51,6 @@ class Bundle:
     hash: str
 
 
-def drafter_hash(drafter: Drafter) -> str:
-    """sha256 hex over the config and every tensor. A calibration does not change it."""
-    return _hash(drafter.config, tensor_hashes(drafter.state_dict()))
-
-
 def save_bundle(directory: str | Path, drafter: Drafter, meta: dict[str, Any] | None = None) -> str:
     """Writes `drafter` to `directory`, replacing what is there, and returns its hash. meta: JSON-ready, kept as it is.
 
@@ -64,7 +59,7 @@ def save_bundle(directory: str | Path, drafter: Drafter, meta: dict[str, Any] | 
     """
     state = finite_state(drafter)
     hashes = tensor_hashes(state)
-    identity = _hash(drafter.config, hashes)
+    identity = identity_hash(drafter.config, hashes)
     with atomic_dir(directory) as temporary:
         (temporary / CONFIG).write_text(canonical_json(drafter.config.to_dict()) + "\n", encoding="utf-8")
         save_tensors(temporary / WEIGHTS, state)
@@ -139,7 +134,7 @@ def _load(directory: Path) -> tuple[Drafter, dict[str, Any]]:
     """The checked draft model and its manifest."""
     manifest = _read_manifest(directory)
     config = DrafterConfig.from_dict(read_json(directory / CONFIG, "drafter config"), str(directory / CONFIG))
-    if _hash(config, manifest["tensors"]) != manifest["drafter_hash"]:
+    if identity_hash(config, manifest["tensors"]) != manifest["drafter_hash"]:
         raise DsparkError(f"{directory}: expected the config it was exported with, but {CONFIG} has been changed.")
     state = load_tensors(directory / WEIGHTS)
     drafter = Drafter(config)
@@ -180,7 +175,3 @@ def _read_calibration(directory: Path, drafter: Drafter, identity: str) -> dict[
         raise DsparkError(f"{path}: expected a list of temperatures, but got {temperatures!r}. Calibrate again.")
     drafter.confidence_head.set_temperatures(temperatures)
     return calibration
-
-
-def _hash(config: DrafterConfig, tensors: dict[str, str]) -> str:
-    return sha256_json({"config": config.identity(), "tensors": tensors})

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from dspark.contracts import DsparkError
 from dspark.drafter.config import DrafterConfig
+from dspark.drafter.identity import tensor_hashes
 from dspark.drafter.model import Drafter
-from dspark.export.tensors import check_hashes, load_tensors, save_tensors, tensor_hashes
+from dspark.export.tensors import check_hashes, load_tensors, save_tensors
 from dspark.files import atomic_dir, canonical_json, read_json
 
 CONFIG, WEIGHTS, RECORD = "config.json", "model.safetensors", "dspark_export.json"

@@ -16,8 +16,8 @@ from torch import Tensor
 from dspark.contracts import DsparkError
 from dspark.drafter.blocks import Blocks
 from dspark.drafter.config import DrafterConfig
+from dspark.drafter.identity import tensor_hashes
 from dspark.drafter.model import Drafter
-from dspark.export.tensors import tensor_hashes
 
 
 def check_same(original: Drafter, reloaded: Drafter) -> int:

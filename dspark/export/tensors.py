@@ -78,7 +78,3 @@ def check_hashes(where: Path, got: Mapping[str, Tensor], hashes: Mapping[str, st
     for name, tensor in got.items():
         if tensor_hash(tensor) != hashes.get(name):
             raise DsparkError(f"{where}: expected {name} as exported, but its bytes differ. Export it again.")
-
-
-def tensor_hashes(state: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: tensor_hash(tensor) for name, tensor in state.items()}

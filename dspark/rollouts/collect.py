@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from dspark.contracts import Completion, DsparkError, Request, SamplingParams
-from dspark.files import sha256_json
+from dspark.corpus.prompts import Prompt, prompts_hash
 from dspark.noise import RNG_SCHEME, derive_seed
 from dspark.rollouts.config import RolloutConfig
 from dspark.rollouts.rewards import RewardInput, Scorer, load_reward
 from dspark.rollouts.store import TrajectoryWriter
 from dspark.rollouts.trajectory import Trajectory, completion_fields, sampling_json
 
-if TYPE_CHECKING:
-    from dspark.corpus.prompts import Prompt
-
 __all__ = ["Generator", "RolloutConfig", "collect"]
 
 OnProgress = Callable[[int, int, int], None]
 Decode = Callable[[Sequence[int]], str]
-Item = tuple["Prompt", int]  # a prompt and a sample's index
+Item = tuple[Prompt, int]  # a prompt and a sample's index
 
 
 class Generator(Protocol):
@@ -68,7 +65,7 @@ def collect(
     scorer = Scorer(load_reward(config.reward))
     run = {
         **manifest_base,
-        "prompts": _prompts_hash(chosen),
+        "prompts": prompts_hash(chosen),
         "config": config.as_dict(),
         "sampling": sampling_json(params),
     }
@@ -174,7 +171,3 @@ def _choose(prompts: Sequence[Prompt], skip: int, limit: int) -> tuple[list[Prom
 def _trajectory_id(item: Item) -> str:
     prompt, sample = item
     return f"{prompt.prompt_id}-{sample}"
-
-
-def _prompts_hash(prompts: Sequence[Prompt]) -> str:
-    return sha256_json([[p.prompt_id, p.domain, list(p.prompt_ids)] for p in prompts])

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.trainer.states import TrainerFn
 
 from dspark.training.batches import SequenceBatch
 from dspark.training.checkpoint import PREFIX
@@ -121,6 +122,8 @@ class PurgeOnResume(Callback):
     """Tells ResumableTensorBoard where a resumed run goes on. No effect with another logger."""
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:  # a checkpoint that is only looked at cuts no curve
+            return
         for logger in trainer.loggers:
             if isinstance(logger, ResumableTensorBoard) and trainer.is_global_zero:
                 logger.resume_at(int(checkpoint["global_step"]))

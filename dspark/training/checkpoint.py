@@ -59,6 +59,14 @@ def load_drafter(source: str | Path, target: Target) -> Drafter:
     return drafter.bind(target.embed_weight, target.head_weight).eval()
 
 
+def served(drafter: Drafter, target: Target) -> Drafter:
+    """A copy as an exported bundle runs: in the target's dtype, bound to it, in eval mode."""
+    with torch.inference_mode(False):  # tensors made inside it have no version, which the draft model's caches look at
+        running = Drafter(drafter.config)
+        running.load_state_dict(drafter.state_dict())
+        return running.to(target.dtype).bind(target.embed_weight, target.head_weight).eval()
+
+
 def _fill(drafter: Drafter, tensors: dict[str, Tensor], path: Path) -> None:
     wanted = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
     got = {name: tuple(t.shape) for name, t in tensors.items()}

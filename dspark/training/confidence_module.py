@@ -21,7 +21,7 @@ from dspark.contracts import DsparkError
 from dspark.drafter.model import Drafter
 from dspark.training import losses
 from dspark.training.batches import RoundBatch
-from dspark.training.checkpoint import load_drafter, seal
+from dspark.training.checkpoint import load_drafter, seal, served
 from dspark.training.frozen import FrozenTargetModule, capture
 from dspark.training.labels import acceptance, laws_at, observed_events
 from dspark.training.optim import make_optimizer
@@ -98,9 +98,7 @@ class ConfidenceModule(FrozenTargetModule):
         """The draft model in the runner's dtype: the frozen layers' outputs must be the ones that serving will see."""
         if self.drafter.dtype == self.target.dtype:
             return self.drafter
-        running = Drafter(self.drafter.config)
-        running.load_state_dict(self.drafter.state_dict())
-        return running.to(self.target.dtype).bind(self.target.embed_weight, self.target.head_weight).eval()
+        return served(self.drafter, self.target)
 
     def configure_optimizers(self) -> Any:
         total = self.optimizer_options.total_steps or self.trainer.max_steps

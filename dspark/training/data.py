@@ -130,7 +130,7 @@ class TrajectoryDataModule(_SplitDataModule):
     Args:
         train: trajectory directories, or JSONL files of {"messages": [...]} (these need `tokenizer`).
         val: the same, for validation; empty switches validation off.
-        test: the same, for `lightning test`.
+        test: the same, for analytic estimates in `lightning test` beside its rollouts (model.init_args.test).
         token_budget: tokens a batch aims at, prompts included; whole sequences, so a batch may be somewhat larger.
         anchors_per_sequence: blocks drawn per sequence and epoch; 0 takes every candidate position.
         seed: keys the order of the batches and the anchors.
@@ -172,6 +172,12 @@ class TrajectoryDataModule(_SplitDataModule):
             )
 
         return collate
+
+    def test_dataloader(self) -> BatchStream:
+        """The test sequences; without any a single empty batch, for rollouts need none."""
+        if self.paths["test"]:
+            return super().test_dataloader()
+        return BatchStream(BatchPlan([], self.token_budget, shuffle=False), self._collate([], train=False))
 
     def predict_dataloader(self) -> BatchStream:
         """Raises DsparkError: there is nothing to predict from whole sequences."""

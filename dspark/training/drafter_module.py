@@ -8,7 +8,8 @@ Left out on purpose: caching of features, draft and target on different devices,
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,14 +19,25 @@ from dspark.drafter.config import DrafterConfig
 from dspark.drafter.initialise import bigram_counts, initialise_from_target
 from dspark.drafter.model import Drafter
 from dspark.drafter.regression import start_by_regression
+from dspark.scorecard.report import refuse_difference
+from dspark.scorecard.text import report_text
 from dspark.training.batches import SequenceBatch
 from dspark.training.checkpoint import CHECKPOINT_KEY, seal
+from dspark.training.drafter_test import rollout_report, write_report
 from dspark.training.frozen import FrozenTargetModule, blocks_of, capture
 from dspark.training.labels import laws_at
 from dspark.training.metrics import MeanPer, expected_tau
 from dspark.training.objective import Judged, alphas, counts, measure, weigh
 from dspark.training.optim import make_optimizer
-from dspark.training.options import DrafterOptions, InitOptions, LossOptions, OptimizerOptions, as_options, plain
+from dspark.training.options import (
+    DrafterOptions,
+    InitOptions,
+    LossOptions,
+    OptimizerOptions,
+    RolloutOptions,
+    as_options,
+    plain,
+)
 from dspark.training.start import observe
 from dspark.training.vocabulary import draft_vocabulary
 
@@ -39,10 +51,13 @@ class DrafterModule(FrozenTargetModule):
         losses: weights of the losses.
         optimizer: AdamW and its schedule.
         init: where the draft model starts.
+        test: the speculative rollouts of `lightning test`.
         target_dtype: dtype the target runs in; what the runner will use, so that features agree.
         seed: keys the initial weights.
         max_skipped_share: share of sequences with non-finite features past which the run stops.
     """
+
+    tests_last: ClassVar[bool] = True  # `lightning test` without --ckpt_path takes last.ckpt
 
     def __init__(
         self,
@@ -54,6 +69,7 @@ class DrafterModule(FrozenTargetModule):
         target_dtype: str = "bfloat16",
         seed: int = 0,
         max_skipped_share: float = 0.05,
+        test: RolloutOptions | None = None,
     ):
         super().__init__(target, target_dtype, max_skipped_share)
         self.shape = as_options(DrafterOptions, drafter)
@@ -68,10 +84,12 @@ class DrafterModule(FrozenTargetModule):
         self.seed = seed
         self.config: DrafterConfig  # both built in setup()
         self.drafter: Drafter
-        self._ready = False
+        self.test = as_options(RolloutOptions, test or RolloutOptions())
+        self._ready = self._blank = False
+        self._origin: dict[str, Any] = {}  # of the weights, for the report
         given = {"drafter": self.shape, "losses": self.losses, "optimizer": self.optimizer_options, "init": self.init}
         rest = {"target": target, "target_dtype": target_dtype, "seed": seed, "max_skipped_share": max_skipped_share}
-        self.save_hyperparameters(plain(**given, **rest))
+        self.save_hyperparameters(plain(**given, **rest, test=self.test))
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -80,11 +98,12 @@ class DrafterModule(FrozenTargetModule):
         if self._ready:
             return
         self._ready = True
-        ids = self._draft_ids()
-        self.config = self._config(0 if ids is None else len(ids))
+        self._blank = stage == "test"  # all of it comes from the checkpoint, so no training data are read
+        ids = None if self._blank else self._draft_ids()
+        self.config = self._config(self._draft_width())
         self.drafter = Drafter(self.config, ids, seed=self.seed)
         self.drafter.bind(self.target.embed_weight, self.target.head_weight)
-        if self.init.from_target:
+        if self.init.from_target and not self._blank:
             self._start_from_target()
         slots = self.config.num_predictions
         kinds = {name: MeanPer() for name in ("tau", *self._told)}
@@ -131,11 +150,16 @@ class DrafterModule(FrozenTargetModule):
         return data
 
     def _draft_ids(self) -> Tensor | None:
-        size = self.shape.draft_vocab_size
-        if size == 0 or size >= self.target.vocab_size:
+        size = self._draft_width()
+        if size == 0:
             return None
         counts = self._data().response_counts(self.target.vocab_size)
         return draft_vocabulary(counts, size, [*self._data().stop_ids(), *self.target.eos_ids])
+
+    def _draft_width(self) -> int:
+        """Columns of the draft logits; 0 is the whole vocabulary."""
+        size = self.shape.draft_vocab_size
+        return size if size < self.target.vocab_size else 0
 
     @property
     def _alphas(self) -> dict[str, float]:
@@ -235,8 +259,35 @@ class DrafterModule(FrozenTargetModule):
                 self.log(f"val/{name}", values[0], prog_bar=name == "tau")
             metric.reset()
 
+    # ---- test ---------------------------------------------------------------------------------------------------
+
+    def on_test_start(self) -> None:
+        """Raises DsparkError when there is nothing to test, or nothing to test it on."""
+        if self._blank:
+            raise DsparkError(
+                "test: expected a trained draft model, but got none. Give --ckpt_path CHECKPOINT, or train first: "
+                "lightning fit recipes/drafter.yaml."
+            )
+        if not self.test.prompts and not self._data().paths["test"]:
+            raise DsparkError(
+                "test: expected prompts to roll out, but got none. Give --model.init_args.test.prompts="
+                "data/prompts/test.jsonl."
+            )
+
     test_step = validation_step
-    on_test_epoch_end = on_validation_epoch_end
+
+    def on_test_epoch_end(self) -> None:
+        """The analytic figures where sequences were given, then the rollouts' report."""
+        if self._data().paths["test"]:
+            self.on_validation_epoch_end()
+        if self.test.prompts and self.trainer.is_global_zero:
+            quiet = self.trainer.progress_bar_callback is None
+            facts = {"checkpoint": str(self.trainer.ckpt_path or ""), "step": self.trainer.global_step, **self._origin}
+            report = rollout_report(self.target, self.target_source, self.drafter, self.test, facts, quiet)
+            folder = Path(self.test.out or self.trainer.default_root_dir)
+            write_report(report, folder, self.trainer.loggers, facts["step"])
+            print(f"{report_text(report)}\n\nwritten to {folder}")
+            refuse_difference(report)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -255,3 +306,5 @@ class DrafterModule(FrozenTargetModule):
                 "Resume with the recipe (and target) that started the run."
             )
         self.refuse_other_optimizer(checkpoint, self.optimizer_options)
+        self._blank = False
+        self._origin = {"step": int(checkpoint.get("global_step", 0))}

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
 from dspark.contracts import DsparkError
+from dspark.scorecard.setting import Setting
 from dspark.training.labels import AnalyticLabel
 
 T = TypeVar("T")
@@ -166,6 +167,54 @@ class InitOptions:
             raise DsparkError(
                 f"init: expected regression >= 0 and ridge > 0, but got {self.regression} and {self.ridge}."
             )
+
+
+def _settings() -> list[Setting]:
+    """What the field quotes: the usual sampling, greedy, temperature 1; and what coupling costs against rejection."""
+    usual, hot = (0.2, 0.9), (1.0, 1.0)
+    return [
+        Setting("coupled", *usual),
+        Setting("greedy", 0.0),
+        Setting("coupled", *hot),
+        Setting("rejection", *usual),
+        Setting("rejection", *hot),
+    ]
+
+
+@dataclass(kw_only=True)
+class RolloutOptions:
+    """The speculative rollouts of `lightning test`.
+
+    Args:
+        prompts: prompts to answer (JSONL, Parquet, a folder or a `datasets` name); "" for none: the test then is the
+            analytic estimate on the sequences of data.init_args.test.
+        split: one split of that source; "" takes all rows.
+        limit: the first so many prompts; 0 takes all.
+        max_tokens: most response tokens.
+        settings: how to sample; each verifier, temperature and top-p is measured on its own.
+        run_seed: with the prompt's id, the only source of randomness.
+        batch_size: sequences in flight; changes no figure.
+        out: folder of the report; "" takes trainer.default_root_dir.
+    """
+
+    prompts: str = ""
+    split: str = ""
+    limit: int = 0
+    max_tokens: int = 72
+    settings: list[Setting] = field(default_factory=_settings)
+    run_seed: int = 0
+    batch_size: int = 32
+    out: str = ""
+
+    def __post_init__(self) -> None:
+        if self.limit < 0 or self.max_tokens < 1 or self.batch_size < 1:
+            raise DsparkError(
+                "test: expected limit >= 0, max_tokens >= 1 and batch_size >= 1, but got "
+                f"{self.limit}, {self.max_tokens}, {self.batch_size}."
+            )
+        self.settings = [as_options(Setting, s) for s in self.settings]
+        if not self.settings or len(set(self.settings)) < len(self.settings):
+            raise DsparkError(f"test: expected settings, each of them once, but got {self.settings}.")
 
 
 def as_options(kind: type[T], value: T | dict[str, Any]) -> T:

@@ -34,20 +34,38 @@ class Drafted:
     last: int
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Sums over rounds: how many, the tokens they added (the target's own included), the drafts accepted; per slot how
+    often it was tried (all before it accepted, itself verified) and how often it passed."""
+
+    rounds: int
+    tokens: int
+    accepted: int
+    tried: tuple[int, ...]
+    passed: tuple[int, ...]
+
+
+def count(sequence: Drafted, slots: int) -> Counts:
+    """The sums of one sequence's rounds, for blocks of ``slots`` drafts."""
+    tried, passed = [0] * slots, [0] * slots
+    accepted = tokens = 0
+    for r in sequence.rounds:
+        accepted += r.accepted
+        tokens += min(r.accepted + 1, sequence.last - r.anchor)
+        for k in range(min(r.accepted + 1, r.verified)):
+            tried[k] += 1
+            passed[k] += k < r.accepted
+    return Counts(len(sequence.rounds), tokens, accepted, tuple(tried), tuple(passed))
+
+
 def acceptance(sequences: Iterable[Drafted], slots: int) -> Acceptance:
     """Statistics over all rounds for blocks of ``slots`` drafts. Without any round tau is 1: nothing was drafted."""
-    tried, passed = [0] * slots, [0] * slots
-    count = accepted = tokens = 0
-    for sequence in sequences:
-        for r in sequence.rounds:
-            count += 1
-            accepted += r.accepted
-            tokens += min(r.accepted + 1, sequence.last - r.anchor)
-            for k in range(min(r.accepted + 1, r.verified)):
-                tried[k] += 1
-                passed[k] += k < r.accepted
+    counted = [count(sequence, slots) for sequence in sequences]
+    rounds, tokens, accepted = (sum(getattr(c, name) for c in counted) for name in ("rounds", "tokens", "accepted"))
+    tried, passed = ([sum(getattr(c, name)[k] for c in counted) for k in range(slots)] for name in ("tried", "passed"))
     rates = tuple(p / t if t else None for p, t in zip(passed, tried, strict=True))
-    return Acceptance(count, tokens / count if count else 1.0, accepted / count if count else 0.0, rates)
+    return Acceptance(rounds, tokens / rounds if rounds else 1.0, accepted / rounds if rounds else 0.0, rates)
 
 
 def by_domain(sequences: Iterable[Drafted], slots: int) -> dict[str, Acceptance]:

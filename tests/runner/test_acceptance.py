@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from dspark.bench.acceptance import Drafted, acceptance, by_domain
 from dspark.contracts import Round
+from dspark.runner.acceptance import Drafted, acceptance, by_domain
 
 
 def a_round(verified: int, accepted: int, slots: int = 3) -> Round:
