@@ -133,7 +133,9 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_the_table_names_every_command() -> None:
-    wanted = "fit validate test predict demo prepare calibrate export rollout replay report compare bench doctor env"
+    wanted = (
+        "fit validate test predict demo prepare calibrate export rollout replay report compare ablate bench doctor env"
+    )
     assert sorted(cli.VERBS) == sorted(wanted.split())
     assert cli.RECIPE_VERBS == ("fit", "validate", "test", "predict")
 

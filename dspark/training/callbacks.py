@@ -6,6 +6,9 @@ the checkpoint it resumes from are purged.
 
 from __future__ import annotations
 
+import json
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
+from dspark.files import atomic_write
 from dspark.training.batches import SequenceBatch
 from dspark.training.checkpoint import PREFIX
 
@@ -75,6 +79,30 @@ def assert_draft_only(checkpoint: dict[str, Any]) -> None:
     """Raises AssertionError when a checkpoint holds a tensor that is not the draft model's (a frozen target, say)."""
     foreign = [name for name in checkpoint["state_dict"] if not name.startswith(PREFIX)]
     assert not foreign, f"a checkpoint must hold the draft model only, but got {foreign[:5]}"
+
+
+class StepTimes(Callback):
+    """What a training step takes: train/step_seconds in the log, and when the fit ends steps.json in default_root_dir
+    with the median (from the end of a step to the end of the next: data, step and optimizer; validation left out)."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._last: float | None = None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last = None
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        now = time.perf_counter()
+        if self._last is not None:
+            self.seconds.append(now - self._last)
+            pl_module.log("train/step_seconds", self.seconds[-1], batch_size=1)
+        self._last = now
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.seconds and trainer.is_global_zero:
+            told = {"steps": len(self.seconds), "median_seconds": statistics.median(self.seconds)}
+            atomic_write(Path(trainer.default_root_dir) / "steps.json", json.dumps(told) + "\n")
 
 
 class SampleLog(Callback):

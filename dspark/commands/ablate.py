@@ -1,0 +1,174 @@
+"""Trains variants of one recipe for equal time and tests them on the same prompts.
+
+Every variant is a `dspark fit` and a `dspark test` of its own, with the overrides that the recipe lists; the commands
+are printed and kept. First a few steps of each tell what a step costs, so that all get the same training time. The
+table has tau under every tested setting with paired intervals, the step time, and what a round of drafting costs. What
+is finished is kept: the same command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from dspark.bench.ablation import TIMED_STEPS, AblationConfig, ablation_table, folder_of, read_ablation, steps_for
+from dspark.bench.drafting import draft_milliseconds
+from dspark.calibration.figures import png
+from dspark.contracts import DsparkError, SamplingParams
+from dspark.files import atomic_write, read_json
+from dspark.recipe import read_recipe
+from dspark.scorecard.compare import compare
+from dspark.scorecard.pictures import decay_figure
+from dspark.scorecard.rates import OVERALL
+from dspark.scorecard.report import REPORT_NAME, load_report
+from dspark.target.load import load_target
+from dspark.training.checkpoint import load_drafter, served
+
+DATA, TABLE, PICTURE = "ablation.json", "ablation.txt", "ablation_slots.png"
+BATCHES = (1, 32)
+TARGET_KEYS = ("model.init_args.target", "model.init_args.target_dtype")
+EXAMPLES = """
+examples:
+  dspark ablate recipes/ablate.yaml
+  dspark ablate recipes/ablate.yaml --only vanilla "rank 0"
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `dspark ablate`."""
+    parser.add_argument("recipe", help="YAML: recipe, variants, common, seconds or steps, out")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these variants only")
+    parser.add_argument("--seconds", type=int, default=0, help="overrides the recipe's training time")
+    parser.add_argument("--out", default="", help="overrides the recipe's folder")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train and test what is missing, then print the table; 0. Raises DsparkError when a run fails."""
+    config = _config(args)
+    names = _chosen(config, args.only)
+    out = Path(config.out)
+    for name in names:
+        _time(config, name, out)
+    for name in names:
+        _fit(config, name, out)
+        _test(config, name, out)
+    rows = _rows(config, names, out)
+    print(json.dumps(rows) if args.json else f"{ablation_table(rows)}\n\nwritten to {out}")
+    return 0
+
+
+def _config(args: argparse.Namespace) -> AblationConfig:
+    config = read_ablation(args.recipe)
+    given: dict[str, Any] = {"out": args.out} if args.out else {}
+    given |= {"seconds": args.seconds, "steps": 0} if args.seconds else {}
+    values = {name: getattr(config, name) for name in AblationConfig.__dataclass_fields__}
+    return AblationConfig.from_dict({**values, **given}, args.recipe)
+
+
+def _chosen(config: AblationConfig, only: list[str]) -> list[str]:
+    unknown = sorted(set(only) - set(config.variants))
+    if unknown:
+        raise DsparkError(f"ablate: expected names of {list(config.variants)}, but got {unknown[0]!r}.")
+    return [name for name in config.variants if not only or name in only]
+
+
+# ---- the three runs of a variant; each leaves a record of its command and is skipped when that has not changed ------
+
+
+def _time(config: AblationConfig, name: str, out: Path) -> None:
+    if config.steps:
+        return
+    folder = out / folder_of(name) / "timing"
+    quick = {"model.init_args.init.regression": 0, "trainer.max_steps": TIMED_STEPS, "trainer.limit_val_batches": 0}
+    _once(folder, f"time {name}", _command("fit", config, name, folder, quick))
+
+
+def _fit(config: AblationConfig, name: str, out: Path) -> None:
+    folder, steps = out / folder_of(name), _steps(config, name, out)
+    given = {"trainer.max_steps": steps, "trainer.val_check_interval": steps}
+    _once(folder, f"fit {name}: {steps} steps", _command("fit", config, name, folder, given))
+
+
+def _test(config: AblationConfig, name: str, out: Path) -> None:
+    folder = out / folder_of(name)
+    report, checkpoint = folder / REPORT_NAME, folder / "last.ckpt"
+    if not report.exists() or report.stat().st_mtime < checkpoint.stat().st_mtime:
+        _execute(f"test {name}", _command("test", config, name, folder, {"ckpt_path": checkpoint}))
+
+
+def _steps(config: AblationConfig, name: str, out: Path) -> int:
+    return config.steps or steps_for(config.seconds, _step_seconds(out / folder_of(name) / "timing"))
+
+
+def _step_seconds(folder: Path) -> float:
+    return float(read_json(folder / "steps.json", "step times")["median_seconds"])
+
+
+def _command(verb: str, config: AblationConfig, name: str, folder: Path, given: dict[str, Any]) -> list[str]:
+    own = [f"--{key}={value}" for key, value in {"trainer.default_root_dir": folder, **given}.items()]
+    return ["dspark", verb, config.recipe, *config.overrides(name), *own]
+
+
+def _once(folder: Path, title: str, command: list[str]) -> None:
+    record = folder / "command.txt"
+    line = shlex.join(command) + "\n"
+    if record.exists() and record.read_text(encoding="utf-8") == line:
+        return
+    _execute(title, command)
+    atomic_write(record, line)
+
+
+def _execute(title: str, command: list[str]) -> None:
+    print(f"{title}\n  {shlex.join(command)}", file=sys.stderr)
+    result = subprocess.run([sys.executable, "-m", *command], stdout=subprocess.DEVNULL, check=False)
+    if result.returncode:
+        raise DsparkError(f"ablate: {title} ended with exit code {result.returncode}; its message stands above.")
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def _rows(config: AblationConfig, names: list[str], out: Path) -> list[dict[str, Any]]:
+    reports = {name: load_report(out / folder_of(name)) for name in names}
+    compared = compare(reports) if len(reports) > 1 else None
+    cost = _draft_cost(config, names, out)
+    rows = [_row(config, name, out, reports[name], compared, cost) for name in names]
+    atomic_write(out / DATA, json.dumps({"rows": rows, "comparison": compared}, indent=1) + "\n")
+    atomic_write(out / TABLE, ablation_table(rows) + "\n")
+    if compared:
+        atomic_write(out / PICTURE, png(decay_figure(reports, compared["titles"])))
+    return rows
+
+
+def _row(
+    config: AblationConfig, name: str, out: Path, report: dict[str, Any], compared: Any, cost: dict[str, Any]
+) -> dict[str, Any]:
+    folder = out / folder_of(name)
+    found = compared["rows"] if compared else []
+    ratios = {r["title"]: r["ratio"] for r in found if r["drafter"] == name and r["domain"] == OVERALL}
+    tau = {entry["title"]: entry["figures"][OVERALL]["tau"] for entry in report["settings"]}
+    return {
+        "name": name,
+        "steps": _steps(config, name, out),
+        "step_seconds": _step_seconds(folder if config.steps else folder / "timing"),
+        "draft_ms": {batch: cost[name][batch] for batch in BATCHES},
+        "tau": tau,
+        "ratio": {title: ratios.get(title) for title in tau},
+    }
+
+
+def _draft_cost(config: AblationConfig, names: list[str], out: Path) -> dict[str, dict[int, float]]:
+    """name -> batch size -> milliseconds a round, all variants in turn."""
+    given = {**read_recipe(config.recipe)["model"]["init_args"]}
+    given |= {key.rpartition(".")[2]: value for key, value in config.common.items() if key in TARGET_KEYS}
+    target = load_target(given["target"], given.get("target_dtype", "bfloat16"))
+    models = {name: served(load_drafter(out / folder_of(name) / "last.ckpt", target), target) for name in names}
+    params = SamplingParams(temperature=0.2, top_p=0.9)
+    timed = {batch: draft_milliseconds(models, batch, params) for batch in BATCHES}
+    return {name: {batch: timed[batch][name] for batch in BATCHES} for name in names}
