@@ -83,6 +83,10 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config)
 
+    def keys_values(self, states: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Context features [N,H] (normed) -> this layer's k, v [N,Hkv,D]."""
+        return self.self_attn.keys_values(states, rotary)
+
     def forward(self, x: Tensor, rotary: Rotary, context: tuple[Tensor, Tensor], spans: Spans) -> Tensor:
         """x [B,K,H] -> [B,K,H]."""
         x = x + self.self_attn(self.input_layernorm(x), rotary, context, spans)

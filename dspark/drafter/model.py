@@ -96,7 +96,7 @@ class Drafter(nn.Module):
         with self._grad():
             states = self.hidden_norm(self.fc(features.to(self.dtype)))
             rotary = self.rope(positions)
-            layers = [layer.self_attn.keys_values(states, rotary) for layer in self.draft_layers]
+            layers = [layer.keys_values(states, rotary) for layer in self.draft_layers]
         return Context(layers, states if self.fusion is not None else None)
 
     # The block

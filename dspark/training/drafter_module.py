@@ -3,7 +3,7 @@
 One step: run the frozen target on the batch (features and laws, no gradient), encode the context, run every block
 teacher-forced, take the three losses as weighted means. The draft model is the only thing with parameters here; a
 checkpoint holds it, its config and nothing of the target.
-Left out on purpose: caching of features, draft and target on different devices, an average of weights.
+Left out on purpose: draft and target on different devices, an average of weights.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 
 from dspark.contracts import DsparkError
-from dspark.drafter.blocks import Blocks
+from dspark.drafter.blocks import Blocks, blocks_at
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.initialise import bigram_counts, initialise_from_target
 from dspark.drafter.model import Drafter, DraftOutput
@@ -23,11 +24,22 @@ from dspark.drafter.regression import start_by_regression
 from dspark.training import losses
 from dspark.training.batches import SequenceBatch
 from dspark.training.checkpoint import CHECKPOINT_KEY, seal
-from dspark.training.frozen import FrozenTargetModule, blocks_of, capture, laws_at
+from dspark.training.feature_report import FeatureReport, announce
+from dspark.training.features import FeatureCache
+from dspark.training.frozen import Capture, FrozenTargetModule, blocks_of, capture, laws_at
 from dspark.training.labels import TargetLaw, acceptance, overlap_from_l1, slot_weights
 from dspark.training.metrics import MeanPer, expected_tau
 from dspark.training.optim import make_optimizer
-from dspark.training.options import DrafterOptions, InitOptions, LossOptions, OptimizerOptions, as_options, plain
+from dspark.training.options import (
+    DrafterOptions,
+    FeatureOptions,
+    InitOptions,
+    LossOptions,
+    OptimizerOptions,
+    as_options,
+    plain,
+)
+from dspark.training.sharding import fill, forget_packed, is_sharded, shard, whole
 from dspark.training.start import observe
 from dspark.training.vocabulary import draft_vocabulary
 
@@ -51,6 +63,7 @@ class DrafterModule(FrozenTargetModule):
         losses: weights of the losses.
         optimizer: AdamW and its schedule.
         init: where the draft model starts.
+        features: where the target's features come from.
         target_dtype: dtype the target runs in; what the runner will use, so that features agree.
         seed: keys the initial weights.
         max_skipped_share: share of sequences with non-finite features past which the run stops.
@@ -66,12 +79,14 @@ class DrafterModule(FrozenTargetModule):
         target_dtype: str = "bfloat16",
         seed: int = 0,
         max_skipped_share: float = 0.05,
+        features: FeatureOptions | None = None,
     ):
         super().__init__(target, target_dtype, max_skipped_share)
         self.shape = as_options(DrafterOptions, drafter)
         self.losses = as_options(LossOptions, losses or LossOptions())
         self.optimizer_options = as_options(OptimizerOptions, optimizer or OptimizerOptions())
         self.init = as_options(InitOptions, init or InitOptions())
+        self.features = as_options(FeatureOptions, features or FeatureOptions())
         if self.init.regression and not self.shape.input_fusion:
             raise DsparkError(
                 "init.regression: expected drafter.input_fusion: true with it, but got false. Switch that on, or set "
@@ -80,8 +95,10 @@ class DrafterModule(FrozenTargetModule):
         self.seed = seed
         self.config: DrafterConfig  # both built in setup()
         self.drafter: Drafter
+        self.cache: FeatureCache | None = None
         self._ready = False
         given = {"drafter": self.shape, "losses": self.losses, "optimizer": self.optimizer_options, "init": self.init}
+        given |= {"features": self.features}
         rest = {"target": target, "target_dtype": target_dtype, "seed": seed, "max_skipped_share": max_skipped_share}
         self.save_hyperparameters(plain(**given, **rest))
 
@@ -89,9 +106,14 @@ class DrafterModule(FrozenTargetModule):
 
     def setup(self, stage: str) -> None:
         """Load the target and build the draft model for it, once."""
-        if self._ready:
-            return
-        self._ready = True
+        if not self._ready:
+            self._ready = True
+            self._build()
+        if self.features.cache:
+            self.cache = self.cache or FeatureCache(self.features.cache, self.target, self.config.target_layer_ids)
+            announce(self.cache, self._data(), self.trainer, stage)
+
+    def _build(self) -> None:
         ids = self._draft_ids()
         self.config = self._config(0 if ids is None else len(ids))
         self.drafter = Drafter(self.config, ids, seed=self.seed)
@@ -110,17 +132,35 @@ class DrafterModule(FrozenTargetModule):
             residual_scale=self.init.residual_scale, bigrams=bigrams, seed=self.seed,
         )  # fmt: skip
 
-    def on_fit_start(self) -> None:
-        """The regression start, on the first rank for all; a resumed run has its weights already."""
+    def on_train_start(self) -> None:
+        """The regression start, on the first rank for all; a resumed run has its weights already (that it is one is
+        known only now)."""
         if not self.init.regression or self.trainer.ckpt_path:
             return
+        drafter = whole(self.drafter).bind(self.target.embed_weight, self.target.head_weight)
         if self.trainer.is_global_zero:
-            taps, slots = self.config.target_layer_ids, self.config.num_predictions
             samples, quiet = self._data().samples("train"), self.trainer.progress_bar_callback is None
-            seen = observe(self.target, samples, self.init.regression, taps, slots, self.seed, quiet)
-            start_by_regression(self.drafter, seen, self.init.ridge)
+            seen = observe(self._look, samples, self.init.regression, self.config.num_predictions, self.seed, quiet)
+            start_by_regression(drafter, seen, self.init.ridge)
         if self.trainer.world_size > 1:
-            self.drafter.load_state_dict(self.trainer.strategy.broadcast(self.drafter.state_dict()))
+            fill(self.drafter, self.trainer.strategy.broadcast(drafter.state_dict()))
+
+    def _look(self, batch: SequenceBatch) -> Capture:
+        """What the target says about the batch: from the cache, if there is one."""
+        if self.cache is None:
+            return capture(self.target, batch, self.config.target_layer_ids)
+        return self.cache.capture(batch, self.training)
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [FeatureReport()] if self.features.cache else []
+
+    def configure_model(self) -> None:
+        shard(self, self.drafter, self.trainer)
+
+    def on_validation_start(self) -> None:
+        forget_packed(self)
+
+    on_test_start = on_validation_start
 
     def _config(self, draft_vocab_size: int) -> DrafterConfig:
         chosen = {k: v for k, v in plain(shape=self.shape)["shape"].items() if k != "draft_vocab_size"}
@@ -137,8 +177,8 @@ class DrafterModule(FrozenTargetModule):
         data = getattr(self.trainer, "datamodule", None)
         if data is None or not hasattr(data, "response_counts"):
             raise DsparkError(
-                "drafter: expected a TrajectoryDataModule, which draft_vocab_size, init.bigrams and init.regression "
-                f"read, but got {type(data).__name__}. Give one, or switch the three off."
+                "drafter: expected a TrajectoryDataModule, which draft_vocab_size, init.bigrams, init.regression and "
+                f"features.cache read, but got {type(data).__name__}. Give one, or switch the four off."
             )
         return data
 
@@ -166,7 +206,7 @@ class DrafterModule(FrozenTargetModule):
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def training_step(self, batch: SequenceBatch, batch_idx: int) -> Tensor:
-        judged = self._judge(batch)
+        judged = self._judge(batch) or (self._idle() if is_sharded(self) else None)
         loss, means = self._combine(self._loss_terms(judged) if judged else {})
         if self.log_now:
             self._log_step(means)
@@ -181,7 +221,7 @@ class DrafterModule(FrozenTargetModule):
         counts, world = totals[:, 1].clamp_min(1e-6), self.trainer.world_size
         weights = torch.tensor(list(self._weights.values()))
         loss = (weights * table[:, 0] / counts).sum() * world  # gradients are averaged over ranks: undo it
-        if not terms or world > 1:
+        if (not terms or world > 1) and not is_sharded(self):
             loss = loss + self.zero_loss()
         return loss, dict(zip(self._weights, totals[:, 0] / counts, strict=True))
 
@@ -190,13 +230,14 @@ class DrafterModule(FrozenTargetModule):
         self.log("train/loss", total, prog_bar=True, batch_size=1)
         values = {f"train/{name}": value for name, value in means.items()}
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-        self.log_dict({**values, "train/lr": rate, "train/skipped": float(self.skips.skipped)}, batch_size=1)
+        skipped = self.across_ranks(torch.tensor(float(self.skips.skipped)))
+        self.log_dict({**values, "train/lr": rate, "train/skipped": skipped}, batch_size=1)
 
     def _judge(self, batch: SequenceBatch) -> Judged | None:
         """Draft model and target on one batch; None when no slot counts."""
         if not batch.sample_ids:
             return None
-        seen = capture(self.target, batch, self.config.target_layer_ids)
+        seen = self._look(batch)
         self.skips.update(batch, seen.finite)
         blocks, rows, counted = blocks_of(batch, seen, self.config.num_predictions)
         if not bool(counted.any()):
@@ -205,6 +246,18 @@ class DrafterModule(FrozenTargetModule):
         law, index = laws_at(self.target, seen.hidden, rows - 1, counted, ids, temperature)
         context = self.drafter.encode(seen.features, batch.positions())
         return Judged(blocks, self.drafter.teacher_forced(*blocks.inputs(context)), law.rows(index), counted)
+
+    def _idle(self) -> Judged:
+        """One block that counts nothing, for a rank without any: slices of a model meet in its forward and backward, so
+        every rank has to go through them."""
+        anchor, slots = torch.zeros(1, dtype=torch.int64), self.config.num_predictions
+        blocks = blocks_at(torch.zeros(2, dtype=torch.int64), torch.tensor([0, 2]), anchor, anchor + 1, slots)
+        width = len(self.config.target_layer_ids) * self.config.hidden_size
+        output = self.drafter.teacher_forced(
+            *blocks.inputs(self.drafter.encode(torch.zeros(2, width), torch.arange(2)))
+        )
+        law = TargetLaw(torch.zeros_like(output.logits), torch.zeros(1, slots), torch.zeros(1, slots).long())
+        return Judged(blocks, output, law, torch.zeros(1, slots, dtype=torch.bool))
 
     def _loss_terms(self, judged: Judged) -> dict[str, losses.SumCount]:
         """(sum, sum of weights) of each loss."""
