@@ -23,7 +23,7 @@ from dspark.drafter.model import Drafter, DraftOutput
 from dspark.drafter.regression import start_by_regression
 from dspark.training import losses
 from dspark.training.batches import SequenceBatch
-from dspark.training.checkpoint import CHECKPOINT_KEY, seal
+from dspark.training.checkpoint import CHECKPOINT_KEY, name_moments, seal
 from dspark.training.feature_report import FeatureReport, announce
 from dspark.training.features import FeatureCache
 from dspark.training.frozen import Capture, FrozenTargetModule, blocks_of, capture, laws_at
@@ -39,7 +39,7 @@ from dspark.training.options import (
     as_options,
     plain,
 )
-from dspark.training.sharding import fill, forget_packed, is_sharded, shard, whole
+from dspark.training.sharding import fill, forget_packed, is_sharded, moment_order, refuse_numbered, shard, whole
 from dspark.training.start import observe
 from dspark.training.vocabulary import draft_vocabulary
 
@@ -314,6 +314,7 @@ class DrafterModule(FrozenTargetModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         seal(checkpoint, self.config)
+        name_moments(checkpoint, moment_order(self, self.trainer.optimizers))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises DsparkError when the checkpoint holds another draft model than the recipe describes."""
@@ -325,3 +326,5 @@ class DrafterModule(FrozenTargetModule):
                 "Resume with the recipe (and target) that started the run."
             )
         self.refuse_other_optimizer(checkpoint, self.optimizer_options)
+        if is_sharded(self):
+            refuse_numbered(checkpoint)

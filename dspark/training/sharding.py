@@ -14,6 +14,8 @@ FSDPStrategy (FSDP1, which flattens parameters and so loses the split of matrice
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -22,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from dspark import ops
 from dspark.contracts import DsparkError
@@ -47,6 +50,8 @@ def shard(module: LightningModule, drafter: Drafter, trainer: Trainer) -> None:
         )
     if not isinstance(strategy, ModelParallelStrategy) or is_sharded(module):
         return
+    # Keys and values are views; nothing writes into them, which is all that torch warns of.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor.*")
     mesh = strategy.device_mesh
     _check(strategy, trainer.world_size, mesh["data_parallel"].size())
     for layer in drafter.draft_layers:
@@ -63,6 +68,24 @@ def _check(strategy: ModelParallelStrategy, world: int, width: int) -> None:
             f"trainer.strategy: expected data_parallel_size {world} (the number of processes), tensor_parallel_size 1 "
             f"and save_distributed_checkpoint false, but got {width}, {world // width} and "
             f"{str(strategy._save_distributed_checkpoint).lower()}. Set them so."
+        )
+
+
+def moment_order(module: LightningModule, optimizers: Iterable[Optimizer]) -> list[str]:
+    """The parameter names in the order in which a checkpoint numbers them: by the optimizer's groups, or, sliced, by
+    the module."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    if is_sharded(module):
+        return list(names.values())
+    return [names[id(p)] for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def refuse_numbered(checkpoint: dict[str, Any]) -> None:
+    """Raises DsparkError for a checkpoint with numbered moments: slices would have got each other's."""
+    if any(isinstance(key, int) for state in checkpoint.get("optimizer_states", ()) for key in state["state"]):
+        raise DsparkError(
+            "checkpoint: expected one that names the optimizer's parameters, to go on with a sharded model, but got an "
+            "older one that numbers them. Resume it with one process or ddp; the next checkpoint names them."
         )
 
 
