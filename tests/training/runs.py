@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
+import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +72,36 @@ def fit(
     trainer = tiny.make_trainer(out / name, steps, **options)
     trainer.fit(made, data, ckpt_path=resume, weights_only=True if resume else None)
     return trainer, made, log
+
+
+def launch(strategy: str, out: Path, runs: list[dict[str, Any]], timeout: float = 240) -> subprocess.CompletedProcess:
+    """ddp_worker.py over `runs`. It leads a session of its own, which is killed whole: none of its processes stays."""
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / f"{runs[0]['name']}.runs.json"
+    file.write_text(json.dumps({"strategy": strategy, "out": str(out), "runs": runs}))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(Path(__file__).with_name("ddp_worker.py")), str(file)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=env, start_new_session=True, **pipes) as process:
+        try:
+            said, wrong = process.communicate(timeout=timeout)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, said, wrong)
+
+
+def results(out: Path, name: str) -> list[dict[str, Any]]:
+    """What the two ranks ended with."""
+    return [json.loads((out / f"{name}.rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def agree(one: dict[str, Any], other: dict[str, Any], rel: float = 1e-5) -> None:
+    """Metrics and sizes of the weights are equal but for the order of additions."""
+    for kind in ("metrics", "size"):
+        assert one[kind].keys() == other[kind].keys()
+        for name, value in one[kind].items():
+            assert math.isclose(other[kind][name], value, rel_tol=rel, abs_tol=1e-6), (name, value, other[kind][name])
 
 
 def outcome(trainer: Trainer, module: DrafterModule, log: SampleLog) -> dict[str, Any]:
