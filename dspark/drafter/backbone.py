@@ -90,6 +90,10 @@ class DraftLayer(nn.Module):
         self.before_attention, self.after_attention = convolution(config), convolution(config)
         self.before_mlp, self.after_mlp = convolution(config), convolution(config)
 
+    def keys_values(self, states: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Context features [N,H] (normed) -> this layer's k, v [N,Hkv,D]."""
+        return self.self_attn.keys_values(states, rotary)
+
     def forward(
         self, x: Tensor, rotary: Rotary, context: tuple[Tensor, Tensor], spans: Spans, asking: int = 0
     ) -> Tensor:

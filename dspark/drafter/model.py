@@ -123,7 +123,7 @@ class Drafter(nn.Module):
             states = self._layer_states(features.to(self.dtype))
             rotary = self.rope(positions)
             pairs = zip(self.draft_layers, states, strict=True)
-            layers = [layer.self_attn.keys_values(x, rotary) for layer, x in pairs]
+            layers = [layer.keys_values(x, rotary) for layer, x in pairs]
         return Context(layers, states[0] if self.config.reads_features else None)
 
     def _layer_states(self, features: Tensor) -> list[Tensor]:

@@ -30,6 +30,17 @@ def seal(checkpoint: dict[str, Any], config: DrafterConfig) -> None:
     checkpoint[HASHES_KEY] = {n: tensor_hash(t) for n, t in checkpoint["state_dict"].items() if n.startswith(PREFIX)}
 
 
+def name_moments(checkpoint: dict[str, Any], names: list[str]) -> None:
+    """Keys AdamW's moments by parameter name, where torch numbers them, each strategy in an order of its own; so that a
+    run may be resumed under another one. names: of parameter 0, 1, ... of the checkpoint's optimizer.
+
+    torch and Lightning take either kind of key when they load."""
+    for state in filter(None, checkpoint.get("optimizer_states", ())):
+        state["state"] = {names[index]: moments for index, moments in state["state"].items()}
+        groups = state["param_groups"]
+        state["param_groups"] = [{**group, "params": [names[index] for index in group["params"]]} for group in groups]
+
+
 def _check_hashes(path: Path, tensors: dict[str, Tensor], hashes: dict[str, str]) -> None:
     changed = sorted(name for name, tensor in tensors.items() if hashes.get(name) != tensor_hash(tensor))
     if changed:

@@ -3,7 +3,7 @@
 One step: run the frozen target on the batch (features and laws, no gradient), encode the context, run every block
 teacher-forced, take the three losses as weighted means. The draft model is the only thing with parameters here; a
 checkpoint holds it, its config and nothing of the target.
-Left out on purpose: caching of features, draft and target on different devices, an average of weights.
+Left out on purpose: draft and target on different devices, an average of weights.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 
 from dspark.contracts import DsparkError
+from dspark.drafter.blocks import blocks_at
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.initialise import bigram_counts, initialise_from_target
 from dspark.drafter.model import Drafter
@@ -22,15 +24,18 @@ from dspark.drafter.regression import start_by_regression
 from dspark.scorecard.report import refuse_difference
 from dspark.scorecard.text import report_text
 from dspark.training.batches import SequenceBatch
-from dspark.training.checkpoint import CHECKPOINT_KEY, seal
+from dspark.training.checkpoint import CHECKPOINT_KEY, name_moments, seal
 from dspark.training.drafter_test import rollout_report, write_report
-from dspark.training.frozen import FrozenTargetModule, blocks_of, capture
-from dspark.training.labels import laws_at
+from dspark.training.feature_report import FeatureReport, announce
+from dspark.training.features import FeatureCache
+from dspark.training.frozen import Capture, FrozenTargetModule, blocks_of, capture
+from dspark.training.labels import TargetLaw, laws_at
 from dspark.training.metrics import MeanPer, expected_tau
 from dspark.training.objective import Judged, alphas, counts, measure, weigh
 from dspark.training.optim import make_optimizer
 from dspark.training.options import (
     DrafterOptions,
+    FeatureOptions,
     InitOptions,
     LossOptions,
     OptimizerOptions,
@@ -38,6 +43,7 @@ from dspark.training.options import (
     as_options,
     plain,
 )
+from dspark.training.sharding import fill, forget_packed, is_sharded, moment_order, refuse_numbered, shard, whole
 from dspark.training.start import observe
 from dspark.training.vocabulary import draft_vocabulary
 
@@ -52,6 +58,7 @@ class DrafterModule(FrozenTargetModule):
         optimizer: AdamW and its schedule.
         init: where the draft model starts.
         test: the speculative rollouts of `lightning test`.
+        features: where the target's features come from.
         target_dtype: dtype the target runs in; what the runner will use, so that features agree.
         seed: keys the initial weights.
         max_skipped_share: share of sequences with non-finite features past which the run stops.
@@ -70,12 +77,14 @@ class DrafterModule(FrozenTargetModule):
         seed: int = 0,
         max_skipped_share: float = 0.05,
         test: RolloutOptions | None = None,
+        features: FeatureOptions | None = None,
     ):
         super().__init__(target, target_dtype, max_skipped_share)
         self.shape = as_options(DrafterOptions, drafter)
         self.losses = as_options(LossOptions, losses or LossOptions())
         self.optimizer_options = as_options(OptimizerOptions, optimizer or OptimizerOptions())
         self.init = as_options(InitOptions, init or InitOptions())
+        self.features = as_options(FeatureOptions, features or FeatureOptions())
         if self.init.regression and not self.shape.input_fusion and self.shape.architecture == "dspark":
             raise DsparkError(
                 "init.regression: expected drafter.input_fusion: true with it, but got false. Switch that on, or set "
@@ -85,9 +94,11 @@ class DrafterModule(FrozenTargetModule):
         self.config: DrafterConfig  # both built in setup()
         self.drafter: Drafter
         self.test = as_options(RolloutOptions, test or RolloutOptions())
+        self.cache: FeatureCache | None = None
         self._ready = self._blank = False
         self._origin: dict[str, Any] = {}  # of the weights, for the report
         given = {"drafter": self.shape, "losses": self.losses, "optimizer": self.optimizer_options, "init": self.init}
+        given |= {"features": self.features}
         rest = {"target": target, "target_dtype": target_dtype, "seed": seed, "max_skipped_share": max_skipped_share}
         self.save_hyperparameters(plain(**given, **rest, test=self.test))
 
@@ -95,10 +106,15 @@ class DrafterModule(FrozenTargetModule):
 
     def setup(self, stage: str) -> None:
         """Load the target and build the draft model for it, once."""
-        if self._ready:
-            return
-        self._ready = True
-        self._blank = stage == "test"  # all of it comes from the checkpoint, so no training data are read
+        if not self._ready:
+            self._ready = True
+            self._blank = stage == "test"  # all of it comes from the checkpoint, so no training data are read
+            self._build()
+        if self.features.cache and stage != "test":
+            self.cache = self.cache or FeatureCache(self.features.cache, self.target, self.config.target_layer_ids)
+            announce(self.cache, self._data(), self.trainer, stage)
+
+    def _build(self) -> None:
         ids = None if self._blank else self._draft_ids()
         self.config = self._config(self._draft_width())
         self.drafter = Drafter(self.config, ids, seed=self.seed)
@@ -117,17 +133,33 @@ class DrafterModule(FrozenTargetModule):
             residual_scale=self.init.residual_scale, bigrams=bigrams, seed=self.seed,
         )  # fmt: skip
 
-    def on_fit_start(self) -> None:
-        """The regression start, on the first rank for all; a resumed run has its weights already."""
+    def on_train_start(self) -> None:
+        """The regression start, on the first rank for all; a resumed run has its weights already (that it is one is
+        known only now)."""
         if not self.init.regression or self.trainer.ckpt_path:
             return
+        drafter = whole(self.drafter).bind(self.target.embed_weight, self.target.head_weight)
         if self.trainer.is_global_zero:
-            taps, slots = self.config.target_layer_ids, self.config.num_predictions
             samples, quiet = self._data().samples("train"), self.trainer.progress_bar_callback is None
-            seen = observe(self.target, samples, self.init.regression, taps, slots, self.seed, quiet)
-            start_by_regression(self.drafter, seen, self.init.ridge)
+            seen = observe(self._look, samples, self.init.regression, self.config.num_predictions, self.seed, quiet)
+            start_by_regression(drafter, seen, self.init.ridge)
         if self.trainer.world_size > 1:
-            self.drafter.load_state_dict(self.trainer.strategy.broadcast(self.drafter.state_dict()))
+            fill(self.drafter, self.trainer.strategy.broadcast(drafter.state_dict()))
+
+    def _look(self, batch: SequenceBatch) -> Capture:
+        """What the target says about the batch: from the cache, if there is one."""
+        if self.cache is None:
+            return capture(self.target, batch, self.config.target_layer_ids)
+        return self.cache.capture(batch, self.training)
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [FeatureReport()] if self.features.cache else []
+
+    def configure_model(self) -> None:
+        shard(self, self.drafter, self.trainer)
+
+    def on_validation_start(self) -> None:
+        forget_packed(self)
 
     def _config(self, draft_vocab_size: int) -> DrafterConfig:
         chosen = {k: v for k, v in plain(shape=self.shape)["shape"].items() if k != "draft_vocab_size"}
@@ -144,8 +176,8 @@ class DrafterModule(FrozenTargetModule):
         data = getattr(self.trainer, "datamodule", None)
         if data is None or not hasattr(data, "response_counts"):
             raise DsparkError(
-                "drafter: expected a TrajectoryDataModule, which draft_vocab_size, init.bigrams and init.regression "
-                f"read, but got {type(data).__name__}. Give one, or switch the three off."
+                "drafter: expected a TrajectoryDataModule, which draft_vocab_size, init.bigrams, init.regression and "
+                f"features.cache read, but got {type(data).__name__}. Give one, or switch the four off."
             )
         return data
 
@@ -181,7 +213,7 @@ class DrafterModule(FrozenTargetModule):
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def training_step(self, batch: SequenceBatch, batch_idx: int) -> Tensor:
-        judged = self._judge(batch)
+        judged = self._judge(batch) or (self._idle() if is_sharded(self) else None)
         loss, means = self._losses(judged)
         if self.log_now:
             self._log_step(means)
@@ -198,7 +230,7 @@ class DrafterModule(FrozenTargetModule):
         if judged:
             measured = measure(self.drafter, judged, self.losses, weights, self._shares(totals))
             loss, sums = measured.loss, torch.stack([measured.sums[name] for name in names])
-        if not judged or self.trainer.world_size > 1:
+        if (not judged or self.trainer.world_size > 1) and not is_sharded(self):
             loss = loss + self.zero_loss()
         means = self.across_ranks(sums) / totals if self.log_now else sums / totals
         return loss, dict(zip(names, means, strict=True))
@@ -213,13 +245,14 @@ class DrafterModule(FrozenTargetModule):
         self.log("train/loss", total, prog_bar=True, batch_size=1)
         values = {f"train/{name}": value for name, value in means.items()}
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-        self.log_dict({**values, "train/lr": rate, "train/skipped": float(self.skips.skipped)}, batch_size=1)
+        skipped = self.across_ranks(torch.tensor(float(self.skips.skipped)))
+        self.log_dict({**values, "train/lr": rate, "train/skipped": skipped}, batch_size=1)
 
     def _judge(self, batch: SequenceBatch) -> Judged | None:
         """Draft model and target on one batch; None when no slot counts."""
         if not batch.sample_ids:
             return None
-        seen = capture(self.target, batch, self.config.target_layer_ids)
+        seen = self._look(batch)
         self.skips.update(batch, seen.finite)
         blocks, rows, counted = blocks_of(batch, seen, self.config.num_predictions)
         if not bool(counted.any()):
@@ -229,6 +262,17 @@ class DrafterModule(FrozenTargetModule):
         context = self.drafter.encode(seen.features, batch.positions())
         states = self.drafter.block_states(*blocks.inputs(context))
         return Judged(states, self.drafter.to_columns(blocks.labels), law, index, counted)
+
+    def _idle(self) -> Judged:
+        """One block that counts nothing, for a rank without any: slices of a model meet in its forward and backward, so
+        every rank has to go through them."""
+        anchor, slots = torch.zeros(1, dtype=torch.int64), self.config.num_predictions
+        blocks = blocks_at(torch.zeros(2, dtype=torch.int64), torch.tensor([0, 2]), anchor, anchor + 1, slots)
+        width = len(self.config.target_layer_ids) * self.config.hidden_size
+        context = self.drafter.encode(torch.zeros(2, width), torch.arange(2))
+        states, nothing = self.drafter.block_states(*blocks.inputs(context)), torch.zeros(1, slots, dtype=torch.int64)
+        law = TargetLaw(torch.zeros(1, self.config.num_columns), torch.zeros(1), anchor)
+        return Judged(states, nothing, law, nothing, nothing.bool())
 
     # ---- validation ---------------------------------------------------------------------------------------------
 
@@ -273,6 +317,7 @@ class DrafterModule(FrozenTargetModule):
                 "test: expected prompts to roll out, but got none. Give --model.init_args.test.prompts="
                 "data/prompts/test.jsonl."
             )
+        forget_packed(self)
 
     test_step = validation_step
 
@@ -293,6 +338,7 @@ class DrafterModule(FrozenTargetModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         seal(checkpoint, self.config)
+        name_moments(checkpoint, moment_order(self, self.trainer.optimizers))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises DsparkError when the checkpoint holds another draft model than the recipe describes."""
@@ -308,3 +354,5 @@ class DrafterModule(FrozenTargetModule):
         self.refuse_other_optimizer(checkpoint, self.optimizer_options)
         self._blank = False
         self._origin = {"step": int(checkpoint.get("global_step", 0))}
+        if is_sharded(self):
+            refuse_numbered(checkpoint)

@@ -1,10 +1,12 @@
 """The frozen target inside a training step: capture, skip broken samples, keep it out of the module tree.
 
-Features are captured online under no_grad: the target runs on the batch and what it says is used at once.
+Features are captured online under no_grad: the target runs on the batch and what it says is used at once (or kept,
+features.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,22 +34,27 @@ class Capture:
     finite: Tensor
 
 
-@torch.no_grad()
 def capture(target: Target, batch: SequenceBatch, taps: tuple[int, ...]) -> Capture:
     """One forward pass of the target over the R sequences of the batch (R >= 1)."""
-    if int(batch.ids.max()) >= target.vocab_size:
+    return capture_sequences(target, batch.sequences(), taps)
+
+
+@torch.no_grad()
+def capture_sequences(target: Target, sequences: Sequence[Tensor], taps: tuple[int, ...]) -> Capture:
+    """As capture, over R sequences [S]. Raises DsparkError for ids that the target does not know."""
+    if (largest := max(int(ids.max()) for ids in sequences)) >= target.vocab_size:
         raise DsparkError(
             f"training data: expected token ids below the target's vocabulary of {target.vocab_size}, but got "
-            f"{int(batch.ids.max())}. The data were made with another tokenizer."
+            f"{largest}. The data were made with another tokenizer."
         )
-    hidden, features, offsets = target.forward_sequences(batch.sequences(), taps)
+    hidden, features, offsets = target.forward_sequences(sequences, taps)
     assert features is not None, "a draft model taps at least one target layer"
-    assert torch.equal(offsets, batch.offsets), "captured lengths differ from the sequences' lengths"
+    assert offsets.diff().tolist() == [len(s) for s in sequences], "captured lengths differ from the sequences' lengths"
     row_ok = torch.isfinite(features.sum(dim=-1, dtype=torch.float32)) & torch.isfinite(
         hidden.sum(dim=-1, dtype=torch.float32)
     )
-    sequence = torch.arange(len(batch.sample_ids)).repeat_interleave(offsets.diff())
-    bad_rows = torch.zeros(len(batch.sample_ids), dtype=torch.int64).index_add_(0, sequence, (~row_ok).long())
+    sequence = torch.arange(len(sequences)).repeat_interleave(offsets.diff())
+    bad_rows = torch.zeros(len(sequences), dtype=torch.int64).index_add_(0, sequence, (~row_ok).long())
     finite = bad_rows == 0
     if not bool(finite.all()):
         keep = finite[sequence][:, None]

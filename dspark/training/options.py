@@ -217,6 +217,18 @@ class RolloutOptions:
             raise DsparkError(f"test: expected settings, each of them once, but got {self.settings}.")
 
 
+@dataclass(kw_only=True)
+class FeatureOptions:
+    """Where what the target says about a training sequence comes from.
+
+    Args:
+        cache: a folder that keeps it, per target, dtype and taps: asked once, read in later epochs and runs; the size
+            is told first. null: the target runs in every step and nothing is stored.
+    """
+
+    cache: str | None = None
+
+
 def as_options(kind: type[T], value: T | dict[str, Any]) -> T:
     """`value` as a `kind`. Raises DsparkError on an unknown key."""
     if not isinstance(value, dict):

@@ -1,32 +1,32 @@
 """What the regression start of the draft model looks at: features and hidden states over some training sequences.
 
-They are captured as in a training step, held in the target's dtype for the one solve, and dropped.
+They are captured as in a training step (or read from its cache), held in the target's dtype for the one solve, and
+dropped.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from tqdm import tqdm
 
 from dspark.drafter.regression import Observations
-from dspark.target.decoder import Target
 from dspark.training.batches import BatchPlan, SequenceBatch, generator
 from dspark.training.data import sequence_batch
-from dspark.training.frozen import blocks_of, capture
+from dspark.training.frozen import Capture, blocks_of
 from dspark.training.labels import anchor_candidates
 from dspark.training.sources import Sample
+
+Look = Callable[[SequenceBatch], Capture]
 
 _TOKENS = 1024  # of one pass of the target
 
 
-def observe(
-    target: Target, samples: Sequence[Sample], count: int, taps: tuple[int, ...], slots: int, seed: int, quiet: bool
-) -> Observations:
+def observe(look: Look, samples: Sequence[Sample], count: int, slots: int, seed: int, quiet: bool) -> Observations:
     """Every block of `count` samples (drawn by `seed`; all if there are fewer), sequences with non-finite values left
-    out. quiet: no progress bar on stderr."""
+    out. look: what the target says about a batch. quiet: no progress bar on stderr."""
     order = torch.randperm(len(samples), generator=generator("regression", seed))[:count].tolist()
     chosen = [samples[i] for i in order]
     plan = BatchPlan([len(s.ids) for s in chosen], _TOKENS, seed, shuffle=False)
@@ -36,13 +36,13 @@ def observe(
         for group in filter(None, plan.epoch(0)):
             picked = [chosen[i] for i in group]
             batch = sequence_batch(picked, [anchor_candidates(s.loss_mask) for s in picked])
-            parts.append(_observe_batch(target, batch, taps, slots))
+            parts.append(_observe_batch(look, batch, slots))
             bar.update(len(group))
     return Observations.join(parts)
 
 
-def _observe_batch(target: Target, batch: SequenceBatch, taps: tuple[int, ...], slots: int) -> Observations:
-    seen = capture(target, batch, taps)
+def _observe_batch(look: Look, batch: SequenceBatch, slots: int) -> Observations:
+    seen = look(batch)
     blocks, rows, counted = blocks_of(batch, seen, slots)
     before = rows - 1  # the row whose hidden state predicts the label, and whose token stands before it
     anything = (blocks.end > blocks.begin)[:, None]  # as Context.last: no features before a sequence's first token

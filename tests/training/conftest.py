@@ -10,19 +10,43 @@ from typing import Any
 import pytest
 
 
-def _load_tiny() -> Any:
-    """tests/training/tiny.py as a module: shared with the worker of the two-process test, which pytest does not run."""
-    if "dspark_training_tiny" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("dspark_training_tiny", Path(__file__).with_name("tiny.py"))
+def _load(name: str) -> Any:
+    """tests/training/<name>.py as a module: shared with the workers of two-process tests, which pytest does not run."""
+    full = f"dspark_training_{name}"
+    if full not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full, Path(__file__).with_name(f"{name}.py"))
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
-    return sys.modules["dspark_training_tiny"]
+    return sys.modules[full]
 
 
 @pytest.fixture(scope="session")
 def tiny() -> Any:
-    return _load_tiny()
+    return _load("tiny")
+
+
+@pytest.fixture(scope="session")
+def runs() -> Any:
+    return _load("runs")
+
+
+@pytest.fixture(scope="session")
+def shared_data(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Runs that two processes share out in different ways, by name: arguments of runs.fit."""
+    root = tmp_path_factory.mktemp("shared")
+    rows, more = tiny.make_rows(12), tiny.make_rows(17, seed=1)
+    train, val = (str(tiny.write_directory(root / name, rows=r)) for name, r in (("train", rows), ("val", more)))
+    # Two sequences of 17 tokens: one that is all prompt but for a token, so that the rank that gets it has no anchor.
+    short = [
+        {**rows[0], "trajectory_id": i, "prompt_ids": [6] * (17 - n), "response_ids": [7] * n}
+        for i, n in (("a", 13), ("b", 1))
+    ]
+    total = sum(len(r["prompt_ids"]) + len(r["response_ids"]) for r in rows)
+    whole = {"train": train, "val": val, "budget": 10_000, "steps": 3}
+    half = {**whole, "budget": -(-total // 2)}
+    few = {**whole, "train": str(tiny.write_directory(root / "short", rows=short))}
+    return {"idle": whole, "halves": half, "short": {**few, "budget": 17}, "short whole": few}
 
 
 @pytest.fixture

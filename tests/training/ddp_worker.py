@@ -1,6 +1,7 @@
-"""Two gloo processes, one of them without data: run by test_ddp.py as `python ddp_worker.py RANKS DATA OUT`.
+"""Two gloo processes that train, several runs one after the other: `python ddp_worker.py RUNS.json`.
 
-Lightning starts the second process by running this very file again.
+RUNS.json: {"strategy": "ddp" or "fsdp", "out": folder, "runs": [arguments of runs.fit, ...]}. Lightning starts the
+second process by running this very file again. Each rank writes what it ended with to OUT/<name>.rank<r>.json.
 """
 
 from __future__ import annotations
@@ -12,29 +13,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import tiny
+import runs
 
 import dspark.training.frozen as frozen
-from dspark.files import tensor_hash
-from dspark.training.data import TrajectoryDataModule
 
 
-def main(ranks: int, data_dir: str, out: str) -> None:
+def main(path: str) -> None:
     faulthandler.dump_traceback_later(200, exit=True)  # a hang is a failure with a traceback
-    frozen.load_target = lambda source, dtype: tiny.make_target()
-    # Everything fits one batch, so of two ranks the second has none: no sequence, no anchor.
-    data = TrajectoryDataModule([data_dir], val=[data_dir], token_budget=10_000)
-    strategy = {"strategy": "ddp", "use_distributed_sampler": False} if ranks > 1 else {}
-    module = tiny.make_module(total_steps=3, regression=100, input_fusion=True)
-    trainer = tiny.make_trainer(Path(out).parent, 3, devices=ranks, **strategy)
-    trainer.fit(module, data)
-    weights = {name: tensor_hash(tensor) for name, tensor in module.drafter.state_dict().items()}
-    Path(f"{out}.rank{trainer.global_rank}").write_text(json.dumps(weights))
-    if trainer.is_global_zero:
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        metrics["weights"] = float(sum(p.detach().double().abs().sum() for p in module.parameters()))
-        Path(out).write_text(json.dumps(metrics))
+    frozen.load_target = lambda source, dtype: runs.tiny.make_target()
+    wanted = json.loads(Path(path).read_text())
+    for run in wanted["runs"]:
+        trainer, module, log = runs.fit(Path(wanted["out"]), strategy=wanted["strategy"], **run)
+        file = Path(wanted["out"]) / f"{run['name']}.rank{trainer.global_rank}.json"
+        file.write_text(json.dumps(runs.outcome(trainer, module, log)))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(sys.argv[1])

@@ -16,7 +16,7 @@ from dspark.target.decoder import Target
 from dspark.target.families import read_config
 from dspark.target.weights import random_weights
 from dspark.training.drafter_module import DrafterModule
-from dspark.training.options import DrafterOptions, InitOptions, LossOptions, OptimizerOptions
+from dspark.training.options import DrafterOptions, FeatureOptions, InitOptions, LossOptions, OptimizerOptions
 
 VOCAB = 29
 CONFIG = {
@@ -32,9 +32,9 @@ CONFIG = {
 }
 
 
-def make_target() -> Target:
+def make_target(dtype: torch.dtype = torch.float32) -> Target:
     config = read_config(CONFIG)
-    return Target(config, random_weights(config, 1, torch.float32, scale=0.35), eos_ids=(3,))
+    return Target(config, random_weights(config, 1, dtype, scale=0.35), eos_ids=(3,))
 
 
 def make_rows(count: int, seed: int = 0, prompt: int = 4) -> list[dict[str, Any]]:
@@ -89,13 +89,16 @@ def make_module(
     losses: dict[str, Any] | None = None,
     regression: int = 0,
     fresh: float = 1.0,
+    features: dict[str, Any] | None = None,
+    share: float = 0.05,
     **shape: Any,
 ) -> DrafterModule:
     settings = {"mask_token_id": 28, "target_layer_ids": [0, 2], "block_size": 3, "num_layers": 1, "markov_rank": 4}
     optimizer = OptimizerOptions(lr=lr, warmup_steps=2, total_steps=total_steps, fresh_lr_ratio=fresh)
     init = InitOptions(from_target=False, regression=regression)
+    options = DrafterOptions(**{**settings, **shape}), LossOptions(**(losses or {})), optimizer, init
     return DrafterModule(
-        "tiny", DrafterOptions(**{**settings, **shape}), LossOptions(**(losses or {})), optimizer, init, "float32"
+        "tiny", *options, "float32", max_skipped_share=share, features=FeatureOptions(**(features or {}))
     )
 
 
