@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def test_tensorboard_goes_on_in_the_same_folder_and_purges(
         return ResumableTensorBoard("run", save_dir=str(tmp_path / "tb"))
 
     run(tiny, data_dir, tmp_path / "half", 5, logger=logger(), callbacks=[PurgeOnResume()])
+    time.sleep(1.1)  # event files are read in the order of their names: the second, then a count as text (10 before 9)
     again = logger()
     run(
         tiny,

@@ -48,7 +48,8 @@ def by_trainer(module: Any, path: Path) -> dict[tuple[int, ...], int]:
     module.train()
     for batch in data.train_dataloader():
         judged = module._judge(batch)
-        agree = judged.output.logits.argmax(-1) == judged.law.argmax
+        logits = module.drafter.slot_logits(judged.states.hidden, judged.states.phi)
+        agree = logits.argmax(-1) == judged.law.argmax[judged.index]
         first = torch.tensor([int((batch.sequence == i).nonzero()[0]) for i in range(len(batch.sample_ids))])
         runs = agree[first].long().cumprod(-1).sum(-1).tolist()
         found |= {tuple(ids.tolist()): run for ids, run in zip(batch.sequences(), runs, strict=True)}
