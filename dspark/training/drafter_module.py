@@ -206,7 +206,7 @@ class DrafterModule(FrozenTargetModule):
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def training_step(self, batch: SequenceBatch, batch_idx: int) -> Tensor:
-        judged = self._judge(batch) or (self._idle() if is_sharded(self) else None)
+        judged = self._judge_together(batch)
         loss, means = self._combine(self._loss_terms(judged) if judged else {})
         if self.log_now:
             self._log_step(means)
@@ -247,6 +247,9 @@ class DrafterModule(FrozenTargetModule):
         context = self.drafter.encode(seen.features, batch.positions())
         return Judged(blocks, self.drafter.teacher_forced(*blocks.inputs(context)), law.rows(index), counted)
 
+    def _judge_together(self, batch: SequenceBatch) -> Judged | None:
+        return self._judge(batch) or (self._idle() if is_sharded(self) else None)
+
     def _idle(self) -> Judged:
         """One block that counts nothing, for a rank without any: slices of a model meet in its forward and backward, so
         every rank has to go through them."""
@@ -283,7 +286,7 @@ class DrafterModule(FrozenTargetModule):
     # ---- validation ---------------------------------------------------------------------------------------------
 
     def validation_step(self, batch: SequenceBatch, batch_idx: int) -> None:
-        judged = self._judge(batch)
+        judged = self._judge_together(batch)
         if judged is None:
             return
         accepted, counted = self._labels(judged), judged.counted
