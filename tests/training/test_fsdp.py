@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from dspark.contracts import DsparkError
@@ -141,3 +143,17 @@ def test_another_kind_of_sharding_is_refused(tiny: Any, target: Any, tmp_path: P
         strategy._device_mesh = {"data_parallel": type("Mesh", (), {"size": lambda self: 1})()}
     with pytest.raises(DsparkError, match=match):
         shard(tiny.make_module(), None, asked)
+
+
+def test_a_recipe_switches_it_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the lines of recipes/drafter.yaml's comment, and the class that they name."""
+    from dspark import cli
+
+    recipe = Path(__file__).parents[2] / "recipes" / "drafter.yaml"
+    text = recipe.read_text(encoding="utf-8").split("# strategy:\n")[1].splitlines()[:2]
+    strategy = yaml.safe_load("\n".join(line.replace("  # ", "", 1) for line in text))
+    argument = f"--trainer.strategy={json.dumps(strategy)}"
+    assert cli.main(["fit", str(recipe), argument, "--trainer.devices=2", "--print_config"]) == 0
+    parsed = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]
+    assert parsed["class_path"] == "lightning.pytorch.strategies.ModelParallelStrategy"
+    assert parsed["init_args"].items() >= strategy["init_args"].items()
