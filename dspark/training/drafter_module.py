@@ -213,7 +213,7 @@ class DrafterModule(FrozenTargetModule):
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def training_step(self, batch: SequenceBatch, batch_idx: int) -> Tensor:
-        judged = self._judge(batch) or (self._idle() if is_sharded(self) else None)
+        judged = self._judge_together(batch)
         loss, means = self._losses(judged)
         if self.log_now:
             self._log_step(means)
@@ -263,6 +263,9 @@ class DrafterModule(FrozenTargetModule):
         states = self.drafter.block_states(*blocks.inputs(context))
         return Judged(states, self.drafter.to_columns(blocks.labels), law, index, counted)
 
+    def _judge_together(self, batch: SequenceBatch) -> Judged | None:
+        return self._judge(batch) or (self._idle() if is_sharded(self) else None)
+
     def _idle(self) -> Judged:
         """One block that counts nothing, for a rank without any: slices of a model meet in its forward and backward, so
         every rank has to go through them."""
@@ -277,7 +280,7 @@ class DrafterModule(FrozenTargetModule):
     # ---- validation ---------------------------------------------------------------------------------------------
 
     def validation_step(self, batch: SequenceBatch, batch_idx: int) -> None:
-        judged = self._judge(batch)
+        judged = self._judge_together(batch)
         if judged is None:
             return
         weights, counted = weigh(self.drafter, judged, self.losses), judged.counted

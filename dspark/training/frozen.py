@@ -106,6 +106,12 @@ class FrozenTargetModule(LightningModule):
             self._target = load_target(self.target_source, self.target_dtype)
         return self._target
 
+    def on_fit_start(self) -> None:
+        """Back to training mode after an evaluation that an exception cut off: the trainer restores modes only at its
+        end. Parts that their owner put in evaluation mode stay as they are."""
+        if not self.training:
+            self.train()
+
     def refuse_other_optimizer(self, checkpoint: dict[str, Any], options: OptimizerOptions) -> None:
         """A resumed optimizer keeps the settings it was saved with: a recipe that asks for others is refused, for it
         would be ignored. Raises DsparkError."""

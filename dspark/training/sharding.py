@@ -82,7 +82,7 @@ def moment_order(module: LightningModule, optimizers: Iterable[Optimizer]) -> li
 
 def refuse_numbered(checkpoint: dict[str, Any]) -> None:
     """Raises DsparkError for a checkpoint with numbered moments: slices would have got each other's."""
-    if any(isinstance(key, int) for state in checkpoint.get("optimizer_states", ()) for key in state["state"]):
+    if any(isinstance(key, int) for state in checkpoint.get("optimizer_states", ()) for key in state.get("state", ())):
         raise DsparkError(
             "checkpoint: expected one that names the optimizer's parameters, to go on with a sharded model, but got an "
             "older one that numbers them. Resume it with one process or ddp; the next checkpoint names them."

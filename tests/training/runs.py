@@ -62,7 +62,8 @@ def fit(
     anchors: int = 0,
     **module: Any,
 ) -> tuple[Trainer, DrafterModule, SampleLog]:
-    """Trains the tiny draft model to `steps` of 8 steps; checkpoints and the log of samples lie in out/name."""
+    """Trains the tiny draft model to `steps` of 8 steps; checkpoints and the log of samples lie in out/name: last.ckpt,
+    which a run writes on its way, and end.ckpt, of a run that came to its end, whether or not it took a step."""
     data = TrajectoryDataModule([train], val=[val] if val else [], token_budget=budget, anchors_per_sequence=anchors)
     made = tiny.make_module(**{"total_steps": 8, "regression": 100, **SHAPE, **module})
     log = SampleLog(str(out / name / "samples.txt"))
@@ -71,6 +72,7 @@ def fit(
     options = {"callbacks": callbacks, "enable_checkpointing": True, "val_check_interval": 1, **strategy_of(strategy)}
     trainer = tiny.make_trainer(out / name, steps, **options)
     trainer.fit(made, data, ckpt_path=resume, weights_only=True if resume else None)
+    trainer.save_checkpoint(out / name / "end.ckpt")
     return trainer, made, log
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,42 @@ def test_resume_after_a_kill_in_the_middle_of_an_epoch(tiny: Any, target: Any, d
     assert lines.lines == all_lines.lines[3:]
     for name, tensor in whole.state_dict().items():
         assert torch.equal(module.state_dict()[name], tensor), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cached", [False, True])
+def test_resume_after_sigkill(runs: Any, target: Any, data_dir: Path, tmp_path: Path, cached: bool) -> None:
+    """A process that gets no chance to say anything, in its second epoch of four batches; its last checkpoint is two
+    steps old. The other half sees the same sequences and anchors and ends with the same weights and moments."""
+    features = {"features": {"cache": str(tmp_path / "cache")}} if cached else {}
+    run = {"train": str(data_dir), "val": str(data_dir), "budget": 60, "anchors": 4, "steps": STEPS, **features}
+    died = runs.launch("one", tmp_path, [{"name": "killed", **run, "every": 5, "kill_after": 7}])
+    assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
+    assert not (tmp_path / "killed" / "end.ckpt").exists()
+    at_kill = torch.load(tmp_path / "killed" / "last.ckpt", weights_only=True)
+    moments = at_kill["optimizer_states"][0]["state"]
+    assert at_kill["global_step"] == 5
+    assert len(moments) == len(trained_names(at_kill)) > 0
+    assert all(float(m["step"]) == 5 and bool(m["exp_avg_sq"].any()) for m in moments.values())
+    _, trained, all_lines = runs.fit(tmp_path, "straight", **{**run, "features": {}})
+    _, resumed, lines = runs.fit(tmp_path, "rest", **run, resume=str(tmp_path / "killed" / "last.ckpt"))
+    assert (tmp_path / "killed" / "samples.txt").read_text().splitlines() == all_lines.lines[:7]
+    assert lines.lines == all_lines.lines[5:]
+    assert len({line.split(" ", 1)[1] for line in all_lines.lines}) == STEPS  # no two steps drew the same
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], tensor), name
+    ends = [torch.load(tmp_path / name / "end.ckpt", weights_only=True) for name in ("straight", "rest")]
+    for name, state in ends[0]["optimizer_states"][0]["state"].items():
+        for kind, value in state.items():
+            assert torch.equal(ends[1]["optimizer_states"][0]["state"][name][kind], value), (name, kind)
+        assert not torch.equal(state["exp_avg"], moments[name]["exp_avg"]), name
+    if cached:
+        assert resumed.cache.tallies[True].made == 0
+        assert resumed.cache.tallies[True].hits > 0
+
+
+def trained_names(checkpoint: dict[str, Any]) -> list[str]:
+    return [name for name, tensor in checkpoint["state_dict"].items() if tensor.is_floating_point()]
 
 
 def test_resume_with_another_shape_is_refused(tiny: Any, target: Any, data_dir: Path, tmp_path: Path) -> None:
