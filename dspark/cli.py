@@ -49,7 +49,9 @@ VERBS: dict[str, Verb] = {
     "rollout": Verb("dspark.commands.rollout", "speculative rollouts as trajectories with a manifest"),
     "replay": Verb("dspark.commands.replay", "regenerate trajectories and compare them bit for bit"),
     "report": Verb("dspark.commands.report", "acceptance, calibration and speed of a draft model on a test split"),
-    "bench": Verb("dspark.commands.bench", "measure invariance and what it costs, against plain torch"),
+    "bench": Verb(
+        "dspark.commands.bench", "measure invariance and what it costs, and a training step, against plain torch"
+    ),
     "doctor": Verb("dspark.commands.doctor", "check compiler, kernels and invariance on this machine"),
     "env": Verb("dspark.commands.env", "switches, versions and the machine's fingerprint"),
 }

@@ -144,7 +144,10 @@ class Drafter(nn.Module):
         """hidden [...,H] -> the target's LM head at the draft columns [...,Vd] fp32."""
         with self._grad():
             head = self.head_columns(hidden.dtype)
-            return linear(hidden, head, None, self.training, torch.float32)
+            # The head is frozen and packed: where no gradient is recorded (fused losses), our product is the faster one
+            # on a CPU.
+            plain = self.training and (torch.is_grad_enabled() or not hidden.is_cpu)
+            return linear(hidden, head, None, plain, torch.float32)
 
     def slot_bias(
         self, state: Tensor | None, hidden: Tensor, prev_ids: Tensor

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
 from dspark.contracts import DsparkError
-from dspark.training.labels import AnalyticLabel
+from dspark.training.labels import LABELS, AnalyticLabel
 
 T = TypeVar("T")
 
@@ -90,6 +90,8 @@ class LossOptions:
                 raise DsparkError(f"losses: expected a finite {name} >= 0, but got {getattr(self, name)}.")
         if self.weighting not in ("decay", "survival"):
             raise DsparkError(f"losses: expected weighting decay or survival, but got {self.weighting!r}.")
+        if self.label not in LABELS[1:]:
+            raise DsparkError(f"losses: expected label to be one of {', '.join(LABELS[1:])}, but got {self.label!r}.")
         if not 0 <= self.survival_floor <= 1:
             raise DsparkError(f"losses: expected survival_floor from 0 to 1, but got {self.survival_floor}.")
         if not 0 < self.temperature < math.inf:
