@@ -51,7 +51,7 @@ VERBS: dict[str, Verb] = {
     "report": Verb("dspark.commands.report", "acceptance, calibration and speed of a draft model on a test split"),
     "compare": Verb("dspark.commands.compare", "draft models side by side: tau, its ratio, acceptance by slot"),
     "ablate": Verb("dspark.commands.ablate", "variants of one recipe, trained for equal time and compared"),
-    "bench": Verb("dspark.commands.bench", "measure invariance and what it costs, against plain torch"),
+    "bench": Verb("dspark.commands.bench", "measure invariance and its cost, and a training step, against plain torch"),
     "doctor": Verb("dspark.commands.doctor", "check compiler, kernels and invariance on this machine"),
     "env": Verb("dspark.commands.env", "switches, versions and the machine's fingerprint"),
 }

@@ -5,7 +5,10 @@ threads): for this package's operations, which must be 0, and for plain torch's,
 nothing. Exits with 1 otherwise.
 
 tax times one pass of the target with our operations over one with plain torch's, interleaved, decode and prefill.
-Run it with nothing else running.
+
+step times a training step of the draft model at a given shape on random features (forward, losses, backward, clip,
+AdamW), the losses fused and in plain torch in turn, and says what memory the process held.
+Run both with nothing else running.
 """
 
 from __future__ import annotations
@@ -13,32 +16,50 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
 
+from dspark.bench import step
 from dspark.bench.invariance import Counted, discriminating, sweep
 from dspark.bench.tax import REPEATS, ROWS, Tax, tax
 from dspark.commands.recipe_options import whole_number
 from dspark.contracts import DsparkError
 from dspark.target.load import EMBEDDED, load_target
+from dspark.training.options import LossOptions
+
+T = TypeVar("T")
 
 DTYPES = ("float32", "bfloat16")
 EXAMPLES = """
 examples:
   dspark bench invariance
   dspark bench tax --dtype bfloat16 --rows 1 32 --json
+  dspark bench step --shape vocabulary=32000 anchors=32 --losses l1=0 coupled=0.9
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dspark bench`."""
-    parser.add_argument("what", choices=("invariance", "tax"), help="what to measure")
+    parser.add_argument("what", choices=("invariance", "tax", "step"), help="what to measure")
     parser.add_argument("--target", default=EMBEDDED, help="whose weight shapes: a folder, hub id or .gguf file")
     parser.add_argument("--dtype", choices=DTYPES, help="one dtype (default: both)")
     parser.add_argument("--rows", type=whole_number(1), nargs="+", help="rows of a pass, for tax (default: 1 8 32 128)")
-    parser.add_argument("--repeats", type=whole_number(1), help=f"interleaved repeats, for tax (default: {REPEATS})")
+    parser.add_argument(
+        "--repeats",
+        type=whole_number(1),
+        help=f"interleaved repeats, for tax (default: {REPEATS}) and step ({step.REPEATS})",
+    )
+    parser.add_argument(
+        "--shape",
+        nargs="+",
+        default=[],
+        metavar="NAME=N",
+        help="for step, fields of " + ", ".join(f"{f.name}={f.default}" for f in fields(step.Shape)),
+    )
+    parser.add_argument("--losses", nargs="+", default=[], metavar="NAME=X", help="for step, a recipe's losses fields")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -52,11 +73,55 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    if args.what == "tax":
-        return _tax(args)
-    if args.rows or args.repeats:
-        raise DsparkError("bench invariance: expected no --rows and --repeats, which belong to tax. Leave them out.")
-    return _invariance(args)
+    _check_options(args)
+    return {"tax": _tax, "step": _step, "invariance": _invariance}[args.what](args)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuses an option that would be ignored."""
+    belongs = {"rows": ("tax",), "repeats": ("tax", "step"), "shape": ("step",), "losses": ("step",),
+               "dtype": ("tax", "invariance")}  # fmt: skip
+    foreign = [f"--{name}" for name, whose in belongs.items() if getattr(args, name) and args.what not in whose]
+    if foreign:
+        raise DsparkError(
+            f"bench {args.what}: expected options of its own, but got {', '.join(foreign)}. Leave them out."
+        )
+
+
+def _step(args: argparse.Namespace) -> int:
+    shape = _fields(step.Shape, args.shape, "--shape")
+    options = _fields(LossOptions, args.losses, "--losses")
+    with tqdm(desc="step", disable=args.quiet, file=sys.stderr, leave=False) as bar:
+        found = step.bench_step(shape, options, args.repeats or step.REPEATS, lambda _: bar.update())
+    print(json.dumps(asdict(found)) if args.json else _step_text(found))
+    return 0
+
+
+def _fields(kind: type[T], given: list[str], option: str) -> T:
+    """`kind` with its fields set by NAME=VALUE. Raises DsparkError on another name or a value that is no such type."""
+    known, values = asdict(kind()), {}  # type: ignore[call-overload]
+    for word in given:
+        name, _, text = word.partition("=")
+        try:
+            values[name] = type(known[name])(text)
+        except (KeyError, ValueError):
+            raise DsparkError(
+                f"{option}: expected NAME=VALUE with a number where one belongs and a NAME of {', '.join(known)}, "
+                f"but got {word!r}."
+            ) from None
+    return kind(**values)
+
+
+def _step_text(found: step.Step) -> str:
+    lines = [f"{torch.get_num_threads()} threads; lower quartile, median, upper quartile"]
+    for name, (low, middle, high) in (*found.seconds.items(), ("fused / plain", found.ratio)):
+        lines.append(
+            f"{name:<16}{low:>10.3f}{middle:>10.3f}{high:>10.3f}{'' if name == 'fused / plain' else ' s/step'}"
+        )
+    lines.append(
+        f"memory: {found.before_mib:.0f} MiB before the first step, {found.peak_mib:.0f} at the fused side's peak"
+    )
+    return "\n".join([*lines, f"gradients differ by {found.difference:.1e} of their norm"])
 
 
 def _dtypes(args: argparse.Namespace) -> tuple[str, ...]:

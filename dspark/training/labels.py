@@ -38,7 +38,7 @@ class TargetLaw:
 
     def rows(self, index: Tensor) -> TargetLaw:
         """The law at `index` [...] of its rows, with index's shape in front."""
-        return TargetLaw(*(part[index] for part in self.parts()))
+        return TargetLaw(*(part.index_select(0, index.flatten()).unflatten(0, index.shape) for part in self.parts()))
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.inside, self.outside, self.argmax

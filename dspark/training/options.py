@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from dspark.contracts import DsparkError
 from dspark.scorecard.setting import Setting
-from dspark.training.labels import AnalyticLabel
+from dspark.training.labels import LABELS, AnalyticLabel
 
 T = TypeVar("T")
 
@@ -100,6 +100,8 @@ class LossOptions:
                 raise DsparkError(f"losses: expected a finite {name} >= 0, but got {getattr(self, name)}.")
         if self.weighting not in ("decay", "survival"):
             raise DsparkError(f"losses: expected weighting decay or survival, but got {self.weighting!r}.")
+        if self.label not in LABELS[1:]:
+            raise DsparkError(f"losses: expected label to be one of {', '.join(LABELS[1:])}, but got {self.label!r}.")
         if not 0 <= self.survival_floor <= 1:
             raise DsparkError(f"losses: expected survival_floor from 0 to 1, but got {self.survival_floor}.")
         if not 0 < self.temperature < math.inf:

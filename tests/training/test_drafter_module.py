@@ -40,6 +40,31 @@ def test_every_parameter_and_slot_zero_get_gradient(
     assert target.embed_weight.grad is None
 
 
+def test_a_batch_without_counted_slots_gives_a_loss_of_zero_that_touches_everything(
+    tiny: Any, target: Any, data_dir: Path, tmp_path: Path
+) -> None:
+    module = tiny.make_module()
+    fit(tiny, module, data_dir, tmp_path, 1, limit_val_batches=0)
+    module.zero_grad()
+    loss, means = module._losses(None)
+    loss.backward()
+    assert float(loss.detach()) == 0.0 and set(means) == {"ce", "l1", "confidence"}
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in module.parameters())
+
+
+@pytest.mark.parametrize("label", ["rejection", "coupled", "greedy"])
+def test_coupled_loss_and_survival_weights_train_and_validate(
+    tiny: Any, target: Any, data_dir: Path, tmp_path: Path, label: str
+) -> None:
+    losses = {"coupled": 0.9, "l1": 0.0, "weighting": "survival", "label": label, "temperature": 0.7}
+    module = tiny.make_module(losses=losses, draft_vocab_size=25)
+    trainer, _ = fit(tiny, module, data_dir, tmp_path, 2, val_check_interval=1)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert 0.0 < logged["train/coupled"] < 1.0 and 0.0 < logged["val/coupled"] < 1.0
+    assert logged["val/coupled"] >= logged["val/l1"] / 2  # the coupled verifier accepts no more than rejection does
+    assert all(bool(p.isfinite().all()) for p in module.parameters())
+
+
 def test_training_learns_one_sequence_by_heart(tiny: Any, target: Any, tmp_path: Path) -> None:
     path = tiny.write_directory(tmp_path / "one", rows=tiny.make_rows(1))
     module = tiny.make_module(total_steps=70, lr=2e-2, losses={"ce": 1.0, "l1": 0.0})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from dspark.training import labels
@@ -96,6 +97,30 @@ def test_greedy_label_compares_vocabulary_ids_and_knows_the_outside() -> None:
     law = labels.target_law(logits, ids)
     draft = torch.tensor([[1.0, 0.0]]).expand(3, 2)
     assert labels.acceptance("greedy", draft, law, ids).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_laws_at_the_counted_rows_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each distinct row once, in chunks of 4 of which the last is not full; slots that do not count get row 0."""
+    monkeypatch.setattr(labels, "_LOGIT_ROWS", 4)
+    draw = torch.Generator().manual_seed(4)
+    hidden, head, ids = torch.randn(30, 6, generator=draw), torch.randn(11, 6, generator=draw), torch.tensor([0, 3, 9])
+    rows, counted = torch.randint(30, (5, 4), generator=draw), torch.rand(5, 4, generator=draw) < 0.6
+    law, index = labels.laws_at(lambda h: h @ head.T, hidden, rows, counted, ids, 0.8)
+    assert len(law.inside) == len(set(rows[counted].tolist())) > 8 and len(law.inside) % 4
+    assert not bool(index[~counted].any())
+    expected = labels.target_law(hidden @ head.T, ids, 0.8).rows(rows)
+    for got, want in zip(law.rows(index).parts(), expected.parts(), strict=True):
+        torch.testing.assert_close(got[counted], want[counted])
+
+
+def test_survival_weights() -> None:
+    counted = torch.tensor([[True, True, True, False], [True, True, True, True]])
+    rates = torch.tensor([[0.5, 0.5, 0.9, 0.9], [0.2, 0.3, 0.9, 1.0]], requires_grad=True)
+    got = labels.survival_weights(counted, rates, 0.1)
+    torch.testing.assert_close(got, torch.tensor([[1.0, 0.5, 0.25, 0.0], [1.0, 0.2, 0.1, 0.1]]))
+    assert not got.requires_grad
+    torch.testing.assert_close(labels.survival_weights(counted, rates, 0.0)[1], torch.tensor([1.0, 0.2, 0.06, 0.054]))
+    assert torch.equal(labels.survival_weights(counted, rates, 1.0), counted.float())
 
 
 def test_observed_events() -> None:
