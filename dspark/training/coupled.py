@@ -9,8 +9,9 @@ overflow: t and a have one denominator, which is not smaller than p_v q_v. On a 
 then one of its one-sided slopes (the lower column counts as the larger ratio). At q_v = 0 it is the slope to the right.
 
 Shapes: draft, inside [..., V'], outside [...]; fp32 or fp64. The sort is the price: on the CPU a column's number and
-its ratio share one 64-bit key, which numpy sorts several times as fast as torch sorts values with indices. Tried and
-left: sorting only the columns that hold nearly all mass; for a sum exact to fp32 nearly all columns do.
+its ratio share one 64-bit key, which numpy sorts several times as fast as torch sorts values with indices. Left
+out: sorting only columns whose mass an fp32 sum can feel. At temperature 1, 99.98 % of SmolLM2's columns are above
+2^-25 / V' (200 rows, V' = 8192); at 0.2 one in ten is, but then a law of the draft must be as narrow too.
 """
 
 from __future__ import annotations
