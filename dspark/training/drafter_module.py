@@ -328,14 +328,18 @@ class DrafterModule(FrozenTargetModule):
         """The analytic figures where sequences were given, then the rollouts' report."""
         if self._data().paths["test"]:
             self.on_validation_epoch_end()
+        drafter = whole(self.drafter)  # by all ranks, sliced or not
         if self.test.prompts and self.trainer.is_global_zero:
-            quiet = self.trainer.progress_bar_callback is None
-            facts = {"checkpoint": str(self.trainer.ckpt_path or ""), "step": self.trainer.global_step, **self._origin}
-            report = rollout_report(self.target, self.target_source, self.drafter, self.test, facts, quiet)
-            folder = Path(self.test.out or self.trainer.default_root_dir)
-            write_report(report, folder, self.trainer.loggers, facts["step"])
-            print(f"{report_text(report)}\n\nwritten to {folder}")
-            refuse_difference(report)
+            self._report(drafter)
+
+    def _report(self, drafter: Drafter) -> None:
+        quiet = self.trainer.progress_bar_callback is None
+        facts = {"checkpoint": str(self.trainer.ckpt_path or ""), "step": self.trainer.global_step, **self._origin}
+        report = rollout_report(self.target, self.target_source, drafter, self.test, facts, quiet)
+        folder = Path(self.test.out or self.trainer.default_root_dir)
+        write_report(report, folder, self.trainer.loggers, facts["step"])
+        print(f"{report_text(report)}\n\nwritten to {folder}")
+        refuse_difference(report)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
