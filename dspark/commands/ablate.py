@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args)
     names = _chosen(config, args.only)
     out = Path(config.out)
+    _time(config, names[0], out, "warm-up")  # fills the cache of features, so that no variant pays for the others
     for name in names:
         _time(config, name, out)
     for name in names:
@@ -81,12 +82,12 @@ def _chosen(config: AblationConfig, only: list[str]) -> list[str]:
 # ---- the three runs of a variant; each leaves a record of its command and is skipped when that has not changed ------
 
 
-def _time(config: AblationConfig, name: str, out: Path) -> None:
+def _time(config: AblationConfig, name: str, out: Path, kind: str = "timing") -> None:
     if config.steps:
         return
-    folder = out / folder_of(name) / "timing"
+    folder = out / folder_of(name) / kind
     quick = {"model.init_args.init.regression": 0, "trainer.max_steps": TIMED_STEPS, "trainer.limit_val_batches": 0}
-    _once(folder, f"time {name}", _command("fit", config, name, folder, quick))
+    _once(folder, f"{kind}: {name}", _command("fit", config, name, folder, quick))
 
 
 def _fit(config: AblationConfig, name: str, out: Path) -> None:
