@@ -53,10 +53,11 @@ def target_law(logits: Tensor, draft_ids: Tensor | None, temperature: float = 1.
     argmax = logits.argmax(dim=-1)
     if temperature != 1.0:
         logits = logits / temperature
+    if draft_ids is None:
+        return TargetLaw(torch.softmax(logits, dim=-1), logits.new_zeros(logits.shape[:-1]), argmax)
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    kept = logits if draft_ids is None else logits.index_select(-1, draft_ids)
-    inside = torch.exp_(kept - normaliser)
-    full = draft_ids is None or draft_ids.numel() == logits.shape[-1]
+    inside = torch.exp_(logits.index_select(-1, draft_ids) - normaliser)
+    full = draft_ids.numel() == logits.shape[-1]
     outside = torch.zeros_like(normaliser[..., 0]) if full else (1.0 - inside.sum(dim=-1)).clamp_min(0.0)
     return TargetLaw(inside, outside, argmax)
 

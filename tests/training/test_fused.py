@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark.training.fused import TERMS, Result, Setup, Slots, fused, reference
+from dspark.training.fused import CHUNK, TERMS, Result, Setup, Slots, fused, reference
 from dspark.training.labels import TargetLaw, target_law
 
 SHARES = {"ce": 0.3, "soft_ce": 0.4, "l1": 0.9, "coupled": 0.7}
@@ -158,12 +158,15 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
 
 
-@pytest.mark.parametrize("shares", [{"ce": 0.1, "l1": 0.9}, SHARES], ids=["usual", "all"])
-def test_memory(shares: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("shares", "count", "columns", "chunk"),
+    [({"ce": 0.1, "l1": 0.9}, 1024, 8192, CHUNK), (SHARES, 256, 2048, 16 * 2048)],
+    ids=["usual", "all"],
+)
+def test_memory(shares: dict[str, float], count: int, columns: int, chunk: int) -> None:
     """With N slots and V columns the plain losses hold several [N,V] tensors at once, the fused ones a part of one."""
-    count, columns = 256, 2048
-    setup, slots = make(count, 8, columns, 4, torch.float32)
-    setup, whole = replace(setup, chunk=16 * columns), 4 * count * columns
+    setup, slots = make(count, 8, columns, 4, torch.float32, reduced=False)
+    setup, whole = replace(setup, chunk=chunk), 4 * count * columns
     peaks = {run: peak_bytes(lambda run=run: run(setup, slots, shares).loss.backward()) for run in (fused, reference)}
     assert peaks[fused] < whole, peaks
     assert peaks[reference] > 4 * whole, peaks
