@@ -47,6 +47,7 @@ QUIET = (
     r"The dirpath has changed from .*",  # the folder a checkpoint came from is not where this run writes
     r".*GPU available but not used.*",
     r".*`training_step` returned `None`.*",
+    r".*recommended to use `self.log\(.*sync_dist=True\)`.*",  # what is logged has been added up over ranks
 )
 
 

@@ -1,7 +1,7 @@
 """What an ablation is: variants of one recipe, trained for equal time, tested on the same prompts. Pure parts.
 
 Equal time, not equal steps: a part that makes a step dearer has to earn it. A variant's number of steps follows from
-the median of its own step time, so the runs themselves may be disturbed without being unfair.
+the median of its own step time, measured first, so the runs themselves may be disturbed without being unfair.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from dspark.contracts import DsparkError
 from dspark.recipe import read_recipe
+from dspark.scorecard.text import span
 
 TIMED_STEPS = 12
 
@@ -91,14 +92,9 @@ def ablation_table(rows: list[dict[str, Any]]) -> str:
     for title in titles:
         lines += ["", f"{title:<42}{'tau':<19}{'ratio'}"]
         for row in rows:
-            ratio = "1" if row["ratio"][title] is None else _span(row["ratio"][title])
-            lines.append(f"  {row['name'][:38]:<40}{_span(row['tau'][title]):<19}{ratio}".rstrip())
+            ratio = "1" if row["ratio"][title] is None else span(row["ratio"][title])
+            lines.append(f"  {row['name'][:38]:<40}{span(row['tau'][title]):<19}{ratio}".rstrip())
     return "\n".join(lines)
-
-
-def _span(one: Mapping[str, Any]) -> str:
-    ends = one["interval"]
-    return f"{one['value']:.2f}" + (f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else "")
 
 
 def _yaml(value: Any) -> str:

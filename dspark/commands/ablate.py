@@ -3,7 +3,7 @@
 Every variant is a `dspark fit` and a `dspark test` of its own, with the overrides that the recipe lists; the commands
 are printed and kept. First a few steps of each tell what a step costs, so that all get the same training time. The
 table has tau under every tested setting with paired intervals, the step time, and what a round of drafting costs. What
-is finished is kept: the same command goes on where it stopped.
+is finished is kept while recipe, overrides and training data stay the same: the same command goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dspark.bench.ablation import TIMED_STEPS, AblationConfig, ablation_table, folder_of, read_ablation, steps_for
 from dspark.bench.drafting import draft_milliseconds
 from dspark.calibration.figures import png
 from dspark.contracts import DsparkError, SamplingParams
-from dspark.files import atomic_write, read_json
+from dspark.files import atomic_write, read_json, sha256_file
 from dspark.recipe import read_recipe
 from dspark.scorecard.compare import compare
 from dspark.scorecard.pictures import decay_figure
@@ -31,18 +33,19 @@ from dspark.training.checkpoint import load_drafter, served
 
 DATA, TABLE, PICTURE = "ablation.json", "ablation.txt", "ablation_slots.png"
 BATCHES = (1, 32)
+TIMINGS = ("timing-1", "timing-2")  # in turns, the lower median counts: what disturbs a run only makes it slower
 TARGET_KEYS = ("model.init_args.target", "model.init_args.target_dtype")
 EXAMPLES = """
 examples:
   dspark ablate recipes/ablate.yaml
-  dspark ablate recipes/ablate.yaml --only vanilla "rank 0"
+  dspark ablate recipes/ablate.yaml --only vanilla gated --out runs/two
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dspark ablate`."""
     parser.add_argument("recipe", help="YAML: recipe, variants, common, seconds or steps, out")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these variants only")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="train and test these variants only")
     parser.add_argument("--seconds", type=int, default=0, help="overrides the recipe's training time")
     parser.add_argument("--out", default="", help="overrides the recipe's folder")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
@@ -54,12 +57,13 @@ def run(args: argparse.Namespace) -> int:
     names = _chosen(config, args.only)
     out = Path(config.out)
     _time(config, names[0], out, "warm-up")  # fills the cache of features, so that no variant pays for the others
-    for name in names:
-        _time(config, name, out)
+    for kind in TIMINGS:
+        for name in names:
+            _time(config, name, out, kind)
     for name in names:
         _fit(config, name, out)
         _test(config, name, out)
-    rows = _rows(config, names, out)
+    rows = _rows(config, [name for name in config.variants if (out / folder_of(name) / REPORT_NAME).exists()], out)
     print(json.dumps(rows) if args.json else f"{ablation_table(rows)}\n\nwritten to {out}")
     return 0
 
@@ -82,18 +86,16 @@ def _chosen(config: AblationConfig, only: list[str]) -> list[str]:
 # ---- the three runs of a variant; each leaves a record of its command and is skipped when that has not changed ------
 
 
-def _time(config: AblationConfig, name: str, out: Path, kind: str = "timing") -> None:
-    if config.steps:
-        return
+def _time(config: AblationConfig, name: str, out: Path, kind: str) -> None:
     folder = out / folder_of(name) / kind
     quick = {"model.init_args.init.regression": 0, "trainer.max_steps": TIMED_STEPS, "trainer.limit_val_batches": 0}
-    _once(folder, f"{kind}: {name}", _command("fit", config, name, folder, quick))
+    _once(config, folder, f"{kind}: {name}", _command("fit", config, name, folder, quick))
 
 
 def _fit(config: AblationConfig, name: str, out: Path) -> None:
     folder, steps = out / folder_of(name), _steps(config, name, out)
     given = {"trainer.max_steps": steps, "trainer.val_check_interval": steps}
-    _once(folder, f"fit {name}: {steps} steps", _command("fit", config, name, folder, given))
+    _once(config, folder, f"fit {name}: {steps} steps", _command("fit", config, name, folder, given))
 
 
 def _test(config: AblationConfig, name: str, out: Path) -> None:
@@ -104,11 +106,12 @@ def _test(config: AblationConfig, name: str, out: Path) -> None:
 
 
 def _steps(config: AblationConfig, name: str, out: Path) -> int:
-    return config.steps or steps_for(config.seconds, _step_seconds(out / folder_of(name) / "timing"))
+    return config.steps or steps_for(config.seconds, _step_seconds(out / folder_of(name)))
 
 
 def _step_seconds(folder: Path) -> float:
-    return float(read_json(folder / "steps.json", "step times")["median_seconds"])
+    found = [read_json(folder / kind / "steps.json", "step times")["median_seconds"] for kind in TIMINGS]
+    return float(min(found))
 
 
 def _command(verb: str, config: AblationConfig, name: str, folder: Path, given: dict[str, Any]) -> list[str]:
@@ -116,13 +119,23 @@ def _command(verb: str, config: AblationConfig, name: str, folder: Path, given: 
     return ["dspark", verb, config.recipe, *config.overrides(name), *own]
 
 
-def _once(folder: Path, title: str, command: list[str]) -> None:
-    record = folder / "command.txt"
-    line = shlex.join(command) + "\n"
-    if record.exists() and record.read_text(encoding="utf-8") == line:
+def _once(config: AblationConfig, folder: Path, title: str, command: list[str]) -> None:
+    """Runs it unless the very same has run to its end, of the same recipe and the same training data."""
+    record, wanted = folder / "done.json", {"command": shlex.join(command), "inputs": _inputs(config)}
+    if record.exists() and read_json(record, "record of a run") == wanted:
         return
+    record.unlink(missing_ok=True)
     _execute(title, command)
-    atomic_write(record, line)
+    atomic_write(record, json.dumps(wanted, indent=1) + "\n")
+
+
+def _inputs(config: AblationConfig) -> dict[str, str]:
+    """Hashes of what a variant is made from, beside its command."""
+    recipe = read_recipe(config.recipe)
+    given = config.common.get("data.init_args.train", recipe["data"]["init_args"]["train"])
+    folders = yaml.safe_load(given) if isinstance(given, str) else given
+    manifests = [Path(folder) / "manifest.json" for folder in folders]
+    return {str(path): sha256_file(path) for path in (Path(config.recipe), *filter(Path.exists, manifests))}
 
 
 def _execute(title: str, command: list[str]) -> None:
@@ -150,14 +163,13 @@ def _rows(config: AblationConfig, names: list[str], out: Path) -> list[dict[str,
 def _row(
     config: AblationConfig, name: str, out: Path, report: dict[str, Any], compared: Any, cost: dict[str, Any]
 ) -> dict[str, Any]:
-    folder = out / folder_of(name)
     found = compared["rows"] if compared else []
     ratios = {r["title"]: r["ratio"] for r in found if r["drafter"] == name and r["domain"] == OVERALL}
     tau = {entry["title"]: entry["figures"][OVERALL]["tau"] for entry in report["settings"]}
     return {
         "name": name,
         "steps": _steps(config, name, out),
-        "step_seconds": _step_seconds(folder if config.steps else folder / "timing"),
+        "step_seconds": _step_seconds(out / folder_of(name)),
         "draft_ms": {batch: cost[name][batch] for batch in BATCHES},
         "tau": tau,
         "ratio": {title: ratios.get(title) for title in tau},

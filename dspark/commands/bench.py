@@ -8,7 +8,7 @@ tax times one pass of the target with our operations over one with plain torch's
 
 step times a training step of the draft model at a given shape on random features (forward, losses, backward, clip,
 AdamW), the losses fused and in plain torch in turn, and says what memory the process held.
-Run both with nothing else running.
+Run all with nothing else running.
 """
 
 from __future__ import annotations

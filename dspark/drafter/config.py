@@ -39,10 +39,12 @@ class DrafterConfig:
     sliding_window: how many context tokens before the anchor a block sees (0 = all).
     input_fusion: block inputs are projections of the last context feature and the anchor's embedding (fusion.py), not
         the anchor's and the mask token's embeddings.
-    layer_fusion: each draft layer mixes the tapped target layers with a map and a norm of its own (features.py).
+    layer_fusion: each of at least two draft layers mixes the tapped target layers with a map and a norm of its own
+        (features.py).
     convolution: two-tap convolutions along the block around each sublayer (convolution.py).
     candidates: when drafting, a slot's law lives on this many tokens of the largest base logits (candidates.py; 0 =
-        all). No part of the weights: training is the same with every value.
+        all). No part of the weights: training is the same with every value, its confidence label that of the whole law
+        (recipes/confidence.yaml trains the head on what a verifier really did).
     draft_vocab_size: columns of the draft logits (0 = the whole vocabulary). qk_norm: per-head norm of queries and
         keys as in Qwen3; off for draft layers copied from a target without it.
     target_fingerprint: of the target it was trained for ("" = unknown).
@@ -161,6 +163,7 @@ def _check_sizes(config: DrafterConfig) -> None:
         ("sample_from_anchor", isinstance(config.sample_from_anchor, bool), "true or false"),
         ("input_fusion", isinstance(config.input_fusion, bool), "true or false"),
         ("layer_fusion", isinstance(config.layer_fusion, bool), "true or false"),
+        ("num_layers", not config.layer_fusion or config.num_layers > 1, "at least 2 with layer_fusion: true"),
         ("convolution", isinstance(config.convolution, bool), "true or false"),
         ("block_size", _is_int(config.block_size, least), f"an integer >= {least} (with this sample_from_anchor)"),
         ("num_layers", _is_int(config.num_layers, 1), "a positive integer"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -54,6 +54,8 @@ class ConfidenceModule(FrozenTargetModule):
         target_dtype: dtype the target runs in.
         max_skipped_share: share of sequences with non-finite features past which the run stops.
     """
+
+    tests_last: ClassVar[bool] = True  # an untrained head says nothing
 
     def __init__(
         self,

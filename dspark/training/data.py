@@ -6,12 +6,12 @@ padding: a batch is a few concatenations, and its order and anchors are keyed (b
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from dspark.contracts import DsparkError, Round
@@ -85,8 +85,9 @@ class _SplitDataModule(LightningDataModule):
                 )
             tokenizer = load_tokenizer(self.tokenizer_source) if self.tokenizer_source else None
             read = read_samples(self.paths[split], tokenizer, self._with_rounds, self._quarantine(split))
-            for reason, count in read.dropped.items():
-                rank_zero_info(f"data.{split}: left out {count} rows: {reason}")
+            if self.trainer is None or self.trainer.is_global_zero:
+                for reason, count in read.dropped.items():
+                    print(f"data.{split}: left out {count} rows: {reason}", file=sys.stderr)
             self._samples[split] = self._usable(split, read.samples)
         return self._samples[split]
 

@@ -24,6 +24,7 @@ from dspark.drafter.regression import start_by_regression
 from dspark.scorecard.report import refuse_difference
 from dspark.scorecard.text import report_text
 from dspark.training.batches import SequenceBatch
+from dspark.training.blueprint import draft_config, draft_ids
 from dspark.training.checkpoint import CHECKPOINT_KEY, name_moments, seal
 from dspark.training.drafter_test import rollout_report, write_report
 from dspark.training.feature_report import FeatureReport, announce
@@ -45,7 +46,6 @@ from dspark.training.options import (
 )
 from dspark.training.sharding import fill, forget_packed, is_sharded, moment_order, refuse_numbered, shard, whole
 from dspark.training.start import observe
-from dspark.training.vocabulary import draft_vocabulary
 
 
 class DrafterModule(FrozenTargetModule):
@@ -115,8 +115,8 @@ class DrafterModule(FrozenTargetModule):
             announce(self.cache, self._data(), self.trainer, stage)
 
     def _build(self) -> None:
-        ids = None if self._blank else self._draft_ids()
-        self.config = self._config(self._draft_width())
+        self.config = draft_config(self.shape, self.target)
+        ids = None if self._blank else draft_ids(self.config, self.target, self._data)
         self.drafter = Drafter(self.config, ids, seed=self.seed)
         self.drafter.bind(self.target.embed_weight, self.target.head_weight)
         if self.init.from_target and not self._blank:
@@ -126,7 +126,8 @@ class DrafterModule(FrozenTargetModule):
         self.val_metrics = torch.nn.ModuleDict({**kinds, "acceptance": MeanPer(slots)})
 
     def _start_from_target(self) -> None:
-        wanted = self.init.bigrams and self.shape.markov_rank > 0 and not self.init.regression
+        solved = self.init.regression and self.shape.architecture == "dspark"  # its Markov head too
+        wanted = self.init.bigrams and self.shape.markov_rank > 0 and not solved
         bigrams = bigram_counts(self._data().train_sequences()) if wanted else None
         initialise_from_target(
             self.drafter, self.target, layers=self.init.layers, final_norm=self.init.final_norm,
@@ -143,14 +144,14 @@ class DrafterModule(FrozenTargetModule):
             samples, quiet = self._data().samples("train"), self.trainer.progress_bar_callback is None
             seen = observe(self._look, samples, self.init.regression, self.config.num_predictions, self.seed, quiet)
             start_by_regression(drafter, seen, self.init.ridge)
-        if self.trainer.world_size > 1:
+        if self.trainer.world_size > 1 or is_sharded(self):
             fill(self.drafter, self.trainer.strategy.broadcast(drafter.state_dict()))
 
-    def _look(self, batch: SequenceBatch) -> Capture:
-        """What the target says about the batch: from the cache, if there is one."""
-        if self.cache is None:
+    def _look(self, batch: SequenceBatch, step: bool = False) -> Capture:
+        """What the target says about the batch: from the cache, if there is one. step: asked in a training step."""
+        if self.cache is None or self.trainer.testing:
             return capture(self.target, batch, self.config.target_layer_ids)
-        return self.cache.capture(batch, self.training)
+        return self.cache.capture(batch, step)
 
     def configure_callbacks(self) -> list[Callback]:
         return [FeatureReport()] if self.features.cache else []
@@ -161,17 +162,6 @@ class DrafterModule(FrozenTargetModule):
     def on_validation_start(self) -> None:
         forget_packed(self)
 
-    def _config(self, draft_vocab_size: int) -> DrafterConfig:
-        chosen = {k: v for k, v in plain(shape=self.shape)["shape"].items() if k != "draft_vocab_size"}
-        if chosen["mask_token_id"] in self.target.eos_ids:
-            raise DsparkError(
-                f"drafter.mask_token_id: expected an id no text uses, but got the stop id {chosen['mask_token_id']}."
-            )
-        mine = self.target.config
-        kept = {"qk_norm": mine.qk_norm, "attention_bias": mine.qkv_bias, "mlp_bias": mine.mlp_bias}
-        kept |= {"attention_out_bias": mine.output_bias}
-        return DrafterConfig.for_target(self.target, **chosen, **kept, draft_vocab_size=draft_vocab_size)
-
     def _data(self) -> Any:
         data = getattr(self.trainer, "datamodule", None)
         if data is None or not hasattr(data, "response_counts"):
@@ -180,18 +170,6 @@ class DrafterModule(FrozenTargetModule):
                 f"features.cache read, but got {type(data).__name__}. Give one, or switch the four off."
             )
         return data
-
-    def _draft_ids(self) -> Tensor | None:
-        size = self._draft_width()
-        if size == 0:
-            return None
-        counts = self._data().response_counts(self.target.vocab_size)
-        return draft_vocabulary(counts, size, [*self._data().stop_ids(), *self.target.eos_ids])
-
-    def _draft_width(self) -> int:
-        """Columns of the draft logits; 0 is the whole vocabulary."""
-        size = self.shape.draft_vocab_size
-        return size if size < self.target.vocab_size else 0
 
     @property
     def _alphas(self) -> dict[str, float]:
@@ -252,7 +230,7 @@ class DrafterModule(FrozenTargetModule):
         """Draft model and target on one batch; None when no slot counts."""
         if not batch.sample_ids:
             return None
-        seen = self._look(batch)
+        seen = self._look(batch, self.training)
         self.skips.update(batch, seen.finite)
         blocks, rows, counted = blocks_of(batch, seen, self.config.num_predictions)
         if not bool(counted.any()):
@@ -328,18 +306,21 @@ class DrafterModule(FrozenTargetModule):
         """The analytic figures where sequences were given, then the rollouts' report."""
         if self._data().paths["test"]:
             self.on_validation_epoch_end()
-        drafter = whole(self.drafter)  # by all ranks, sliced or not
+        drafter, report = whole(self.drafter), None  # whole by all ranks, sliced or not
         if self.test.prompts and self.trainer.is_global_zero:
-            self._report(drafter)
+            report = self._report(drafter)
+        report = self.trainer.strategy.broadcast(report)
+        if report is not None:
+            refuse_difference(report)
 
-    def _report(self, drafter: Drafter) -> None:
+    def _report(self, drafter: Drafter) -> dict[str, Any]:
         quiet = self.trainer.progress_bar_callback is None
         facts = {"checkpoint": str(self.trainer.ckpt_path or ""), "step": self.trainer.global_step, **self._origin}
         report = rollout_report(self.target, self.target_source, drafter, self.test, facts, quiet)
         folder = Path(self.test.out or self.trainer.default_root_dir)
         write_report(report, folder, self.trainer.loggers, facts["step"])
         print(f"{report_text(report)}\n\nwritten to {folder}")
-        refuse_difference(report)
+        return report
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -352,7 +333,8 @@ class DrafterModule(FrozenTargetModule):
         saved, given = checkpoint.get(CHECKPOINT_KEY, {}), self.config.to_dict()
         if saved:  # fields that came later have the defaults that describe it
             saved = DrafterConfig.from_dict(saved, "checkpoint: draft model config").to_dict()
-        differing = [f"{k}: saved {saved.get(k)!r}, given {given[k]!r}" for k in given if saved.get(k) != given[k]]
+        fixed = [k for k in given if k != "candidates"]  # no part of the weights: one model may be tried with several
+        differing = [f"{k}: saved {saved.get(k)!r}, given {given[k]!r}" for k in fixed if saved.get(k) != given[k]]
         if differing:
             raise DsparkError(
                 f"checkpoint: expected the draft model of this recipe, but got another: {'; '.join(differing)}. "

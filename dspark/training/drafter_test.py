@@ -60,9 +60,10 @@ def write_report(report: dict[str, Any], folder: str | Path, loggers: Iterable[A
     atomic_write(Path(folder) / REPORT_NAME, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     atomic_write(Path(folder) / PICTURE, picture)
     values = {
-        f"test/{entry['title']}/{name}": entry["figures"][OVERALL][name]["value"] or 0.0
+        f"test/{entry['title']}/{name}": entry["figures"][OVERALL][name]["value"]
         for entry in report["settings"]
         for name in ("tau", "accepted")
+        if entry["figures"][OVERALL]["rounds"]
     }
     for logger in loggers:
         logger.log_metrics(values, step)

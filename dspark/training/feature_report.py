@@ -16,11 +16,11 @@ from torch import Tensor
 from dspark.contracts import DsparkError
 from dspark.training.features import FeatureCache, Tally, size_text
 
-_SPLITS: dict[str, tuple[str, ...]] = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
+_SPLITS: dict[str, tuple[str, ...]] = {"fit": ("train", "val"), "validate": ("val",)}
 
 
 def announce(cache: FeatureCache, data: Any, trainer: Trainer, stage: str) -> None:
-    """Says on stderr what the cache will take in `stage` (fit, validate, test). Raises DsparkError, on every rank, when
+    """Says on stderr what the cache will take in `stage` (fit, validate). Raises DsparkError, on every rank, when
     the disk has no room for it."""
     refusal = ""
     if trainer.is_global_zero:

@@ -128,9 +128,9 @@ class FeatureCache:
         self.tallies = {True: Tally(), False: Tally()}
 
     @torch.no_grad()
-    def capture(self, batch: SequenceBatch, training: bool = False) -> Capture:
+    def capture(self, batch: SequenceBatch, step: bool = False) -> Capture:
         """As frozen.capture; the target runs on the sequences that no file holds, in one pass."""
-        tally, sequences = self.tallies[training], batch.sequences()
+        tally, sequences = self.tallies[step], batch.sequences()
         pairs = [self._read(ids, tally) for ids in sequences]
         finite = torch.ones(len(sequences), dtype=torch.bool)
         missing = [i for i, pair in enumerate(pairs) if pair is None]

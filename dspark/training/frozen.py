@@ -128,7 +128,7 @@ class FrozenTargetModule(LightningModule):
     @property
     def log_now(self) -> bool:
         """Whether this step's numbers are kept (every log_every_n_steps); nothing is computed for the log otherwise."""
-        return self.trainer.global_step % getattr(self.trainer, "log_every_n_steps", 1) == 0
+        return (self.trainer.global_step + 1) % getattr(self.trainer, "log_every_n_steps", 1) == 0
 
     def zero_loss(self) -> Tensor:
         """A loss of 0 that touches every trainable parameter, so that ranks without data reduce with the others."""

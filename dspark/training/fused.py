@@ -77,10 +77,8 @@ def reference(setup: Setup, slots: Slots, shares: Mapping[str, float]) -> Result
     """The same by autograd, with every tensor at full size."""
     logits, law = setup.say(slots.hidden, slots.phi), slots.law.rows(slots.index)
     log_draft = torch.log_softmax(logits / setup.temperature, dim=-1)
-    known = slots.columns >= 0
-    picked = torch.log_softmax(logits, dim=-1).gather(-1, slots.columns.clamp_min(0)[:, None])[:, 0]
     every: dict[str, Callable[[], Tensor]] = {
-        "ce": lambda: -picked * known,
+        "ce": lambda: losses.cross_entropies(torch.log_softmax(logits, dim=-1), slots.columns),
         "soft_ce": lambda: losses.soft_cross_entropies(log_draft, law),
         "l1": lambda: losses.l1_distance(log_draft.exp(), law),
         "coupled": lambda: losses.coupled_distance(log_draft.exp(), law),

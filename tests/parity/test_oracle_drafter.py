@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from dspark.drafter.attention import Spans
+from dspark.drafter.model import Drafter
+from dspark.training.labels import target_law
+from dspark.training.objective import Judged, alphas, counts, measure, weigh
+from dspark.training.options import LossOptions
 
 PATHS = ("train", "eval")
 
@@ -61,9 +64,8 @@ def test_gradients(case):
     """Per parameter: norm, sum and largest magnitude of the total loss's gradient."""
     if "aligned_target_logits" not in case.train:
         pytest.skip("this case records no target logits")
-    drafter, blocks, out = run(case, "train")
     expected = case.meta["train"]
-    loss = total_loss(out, case, blocks, expected["loss"]["settings"])
+    drafter, loss = trained_on(case, expected["loss"]["settings"])
     torch.testing.assert_close(loss.item(), expected["loss"]["total"], rtol=1e-5, atol=1e-7)
     loss.backward()
     parameters = dict(drafter.named_parameters())
@@ -77,22 +79,28 @@ def test_gradients(case):
     assert not parameters, f"parameters the reference does not have: {list(parameters)}"
 
 
-def total_loss(out, case, blocks, settings) -> torch.Tensor:
-    """The reference's loss, written down here apart from training/losses.py."""
-    keep = case.keep
-    counted, target = case.train["eval_mask"][keep].float(), case.train["aligned_target_logits"][keep]
-    gamma = settings["loss_decay_gamma"]
-    weight = counted if gamma is None else counted * torch.exp(-torch.arange(counted.shape[1]) / gamma)
-    l1 = (out.logits.softmax(-1) - target.softmax(-1)).abs().sum(-1)
-    terms = [
-        (settings["ce_loss_alpha"], F.cross_entropy(out.logits.transpose(1, 2), blocks.labels, reduction="none")),
-        (settings["l1_loss_alpha"], l1),
-    ]
-    if out.confidence_logits is not None:
-        label = (1 - l1 / 2).clamp(0, 1).detach()
-        bce = F.binary_cross_entropy_with_logits(out.confidence_logits, label, reduction="none")
-        terms.append((settings["confidence_head_alpha"], bce))
-    return sum(alpha * (weight * term).sum() for alpha, term in terms) / (weight.sum() + 1e-6)
+def trained_on(case, settings) -> tuple[Drafter, torch.Tensor]:
+    """(draft model, loss with gradient) by the calls of a training step."""
+    drafter, keep, train = case.drafter().train(), case.keep, case.train
+    blocks, counted = case.blocks(drafter.config.num_predictions), train["eval_mask"][case.keep].bool()
+    rows, length = train["input_ids"].shape
+    context = drafter.encode(case.features(drafter.config.target_layer_ids), torch.arange(length).repeat(rows))
+    states, law = (
+        drafter.block_states(*blocks.inputs(context)),
+        target_law(train["aligned_target_logits"][keep].flatten(0, 1), None),
+    )
+    judged = Judged(
+        states, drafter.to_columns(blocks.labels), law, torch.arange(counted.numel()).view(counted.shape), counted
+    )
+    alpha = {"ce": settings["ce_loss_alpha"], "l1": settings["l1_loss_alpha"]}
+    options = LossOptions(
+        **alpha, soft_ce=0.0, confidence=settings["confidence_head_alpha"], decay=settings["loss_decay_gamma"] or 0.0
+    )
+    names = alphas(options, drafter.config.confidence_head)
+    weights = weigh(drafter, judged, options)
+    totals = counts(judged, weights, names) + 1e-6
+    shares = {name: a / total for (name, a), total in zip(names.items(), totals.tolist(), strict=True)}
+    return drafter, measure(drafter, judged, options, weights, shares).loss
 
 
 def test_decoding_rounds(case, decode):

@@ -1,11 +1,12 @@
-"""The training losses on the reference's recorded outputs: numerators, denominators and totals of every setting."""
+"""The training losses on the reference's recorded outputs: numerators, denominators and totals of every setting, by the
+formulas that training computes with."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-losses, labels = pytest.importorskip("dspark.training.losses"), pytest.importorskip("dspark.training.labels")
+from dspark.training import labels, losses, slopes
 
 
 def close(got, expected) -> None:
@@ -19,24 +20,24 @@ def test_losses(case):
     logits, counted = train["draft_logits"][keep], train["eval_mask"][keep].bool()
     law = labels.target_law(train["aligned_target_logits"][keep].flatten(0, 1), None)
     law = labels.TargetLaw(*(t.view(*counted.shape, *t.shape[1:]) for t in (law.inside, law.outside, law.argmax)))
-    log_draft = logits.log_softmax(-1)
-    distance = losses.l1_distance(log_draft.exp(), law)
+    flat = labels.TargetLaw(*(getattr(law, n).flatten(0, 1) for n in ("inside", "outside", "argmax")))
+    columns = train["target_ids"][keep].flatten().long()
+    values, _ = slopes.values_and_slope(logits.flatten(0, 1), flat, columns, ("ce", "l1"), {}, 1.0)
     for expected in (case.meta["train"]["loss"], *case.meta["train"]["loss_variants"]):
         settings = expected["settings"]
         weights = labels.slot_weights(counted, settings["loss_decay_gamma"] or 0.0)
-        terms = {
-            "ce": (losses.cross_entropy(log_draft, train["target_ids"][keep], weights), settings["ce_loss_alpha"]),
-            "l1": (losses.weighted(distance, weights), settings["l1_loss_alpha"]),
-        }
+        count, total = weights.sum(), 0.0
+        sums = {name: (weights.flatten() * values[name]).sum() for name in ("ce", "l1")}
         if "confidence_logits" in train:
-            label = labels.overlap_from_l1(distance)
-            bce = losses.confidence_bce(train["confidence_logits"][keep], label, weights)
-            terms["confidence"] = (bce, settings["confidence_head_alpha"])
-        for name, ((total, count), alpha) in terms.items():
+            label = labels.overlap_from_l1(values["l1"]).view(counted.shape)
+            sums["confidence"], _ = losses.confidence_bce(train["confidence_logits"][keep], label, weights)
+        for name, found in sums.items():
+            alpha = settings["confidence_head_alpha" if name == "confidence" else f"{name}_loss_alpha"]
+            total = total + alpha * found / count.clamp_min(1e-6)
             if alpha and expected[f"{name}_loss_den"]:
-                close(total, expected[f"{name}_loss_num"])
+                close(found, expected[f"{name}_loss_num"])
                 close(count, expected[f"{name}_loss_den"])
-        close(sum(alpha * losses.mean(term) for term, alpha in terms.values()), expected["total"])
+        close(total, expected["total"])
 
 
 def test_labels_and_anchors(case):

@@ -22,6 +22,15 @@ KINDS = {
     "vanilla": {"markov_head": "vanilla"},
     "gated": {"markov_head": "gated"},
     "rnn": {"markov_head": "rnn"},
+    "pair": {"markov_head": "pair"},
+    "options": {
+        "markov_head": "pair",
+        "candidates": 4,
+        "convolution": True,
+        "layer_fusion": True,
+        "num_layers": 2,
+        "input_fusion": True,
+    },
     "none": {"markov_rank": 0, "confidence_with_markov": False},
     "mtp": {"architecture": "mtp", "num_layers": SLOTS, "markov_rank": 0, "confidence_with_markov": False},
 }

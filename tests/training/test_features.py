@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
+import time
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -274,14 +275,17 @@ def test_two_processes_that_write_one_file_do_not_harm_it(target: Any, tmp_path:
     values = torch.arange(4000 * 48, dtype=torch.float32).view(4000, 48)
 
     def write() -> None:
+        torch.set_num_threads(1)  # the parent's threads are not in the fork, and would be waited for
         for _ in range(20):
             store.write(ids, (values[:, :32], values[:, 32:]))
 
     writers, reads = [multiprocessing.get_context("fork").Process(target=write) for _ in range(2)], 0
     for writer in writers:
         writer.start()
+    late = time.monotonic() + 60
     try:
         while any(writer.is_alive() for writer in writers) or not reads:
+            assert time.monotonic() < late, "the writers do not come to an end"
             pair = store.read(ids)
             reads += pair is not None
             assert pair is None or torch.equal(pair[1], values[:, 32:])
