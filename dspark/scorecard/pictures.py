@@ -71,13 +71,14 @@ def _figure(panels: Sequence[tuple[str, dict[str, list[dict[str, Any]]]]], empha
 def _panel(axes: Axes, title: str, curves: dict[str, list[dict[str, Any]]], emphasised: str) -> None:
     others = [name for name in curves if name != emphasised]
     for place, (name, conditional) in enumerate(curves.items()):
-        shift = 0.08 * (place - (len(curves) - 1) / 2)  # side by side, so that the intervals can be read
+        step = min(0.08, 0.5 / len(curves))  # side by side, so that the intervals can be read
+        shift = step * (place - (len(curves) - 1) / 2)
         if name == emphasised:
             style: dict[str, Any] = {"linewidth": 2.5, "zorder": 3}
             colour, marker = "black", "o"
         else:
             number = others.index(name)
-            style = {"linewidth": 1.2}
+            style = {"linewidth": 1.2, "linestyle": "-" if number < len(_COLOURS) else ":"}
             colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
         rows = [
             {"slot": k + 1, "conditional": e["value"], "interval": {"conditional": e["interval"]}}

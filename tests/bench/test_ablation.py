@@ -79,8 +79,72 @@ def test_drafting_is_timed_and_leaves_the_model_alone() -> None:
         assert all(torch.equal(a, b) for a, b in zip(before[name], model.parameters(), strict=True))
 
 
+class Runs:
+    """In place of the processes: notes every command, and leaves what it would have left."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.done: list[str] = []
+        monkeypatch.setattr("dspark.commands.ablate._execute", self)
+        monkeypatch.setattr("dspark.commands.ablate._rows", lambda config, names, out: self.seen.append(names) or [])
+        monkeypatch.setattr("dspark.commands.ablate.ablation_table", lambda rows: "")
+        self.seen: list[list[str]] = []
+
+    def __call__(self, title: str, command: list[str]) -> None:
+        given = dict(part.removeprefix("--").split("=", 1) for part in command if part.startswith("--"))
+        folder = Path(given["trainer.default_root_dir"])
+        folder.mkdir(parents=True, exist_ok=True)
+        self.done.append(f"{command[1]} {folder.name} {given.get('trainer.max_steps', '')}".strip())
+        if command[1] == "test":
+            (folder / "drafter_report.json").write_text("{}")
+            return
+        seconds = {"timing-1": 0.5, "timing-2": 0.25}.get(folder.name, 1.0)
+        (folder / "steps.json").write_text(json.dumps({"steps": 11, "median_seconds": seconds}))
+        (folder / "last.ckpt").write_text("")
+
+
+def an_ablation(tmp_path: Path, **fields: Any) -> Path:
+    (tmp_path / "recipe.yaml").write_text("data: {init_args: {train: []}}")
+    content = {"recipe": str(tmp_path / "recipe.yaml"), "variants": {"base": {}, "other": {"x": 1}}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**content, "out": str(tmp_path / "out"), **fields}))
+    return tmp_path / "mine.yaml"
+
+
+def test_what_runs_and_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, path = Runs(monkeypatch), str(an_ablation(tmp_path, seconds=60))
+    first = ["fit warm-up 12", "fit timing-1 12", "fit timing-2 12", "fit base 240", "test base"]
+    assert cli.main(["ablate", path, "--only", "base"]) == 0, capsys.readouterr().err
+    assert runs.done == first  # 60 s at the lower of the two medians
+    assert cli.main(["ablate", path]) == 0
+    assert runs.done[5:] == ["fit timing-1 12", "fit timing-2 12", "fit other 240", "test other"]
+    assert runs.seen == [["base"], ["base", "other"]]
+    assert cli.main(["ablate", path]) == 0
+    assert len(runs.done) == 9
+    (tmp_path / "recipe.yaml").write_text("data: {init_args: {train: []}}  # another recipe now")
+    assert cli.main(["ablate", path, "--only", "base"]) == 0
+    assert runs.done[9:] == first
+
+
+def test_a_run_that_was_cut_is_not_taken_for_a_finished_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, path = Runs(monkeypatch), str(an_ablation(tmp_path, seconds=60))
+    assert cli.main(["ablate", path]) == 0
+
+    def cut(title: str, command: list[str]) -> None:
+        raise DsparkError("cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dspark.commands.ablate._execute", cut)
+        assert cli.main(["ablate", path, "--seconds", "30"]) == cli.USER_ERROR
+    before = len(runs.done)
+    assert cli.main(["ablate", path]) == 0
+    assert runs.done[before:] == ["fit base 240", "test base"]
+
+
 @pytest.mark.slow
-def test_an_ablation_from_end_to_end_and_again(
+def test_an_ablation_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -93,30 +157,15 @@ def test_an_ablation_from_end_to_end_and_again(
         "model.init_args.test.settings": "[{verifier: coupled, temperature: 0.2, top_p: 0.9}]",
         "model.init_args.features.cache": str(tmp_path / "features"),
     }  # fmt: skip
-    variants = {"base": {}, "rank 0": {"model.init_args.drafter.markov_rank": 0,
-                                       "model.init_args.drafter.confidence_with_markov": False}}  # fmt: skip
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(Path("recipes/drafter.yaml").read_text())
-    content = {"recipe": str(recipe), "seconds": 1, "out": str(tmp_path / "out"), "common": common}
+    content = {"recipe": "recipes/drafter.yaml", "steps": 2, "out": str(tmp_path / "out"), "common": common}
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump({**content, "variants": variants}, sort_keys=False))
-    monkeypatch.setattr("dspark.bench.ablation.TIMED_STEPS", 3)
+    path.write_text(yaml.safe_dump({**content, "variants": {"base": {}}}))
     monkeypatch.setattr("dspark.commands.ablate.TIMED_STEPS", 3)
+    monkeypatch.setattr("dspark.commands.ablate.TIMINGS", ("timing-1",))
     capsys.readouterr()
-    assert cli.main(["ablate", str(path), "--json", "--only", "base"]) == 0, capsys.readouterr().err
-    first = capsys.readouterr()
-    assert first.err.count("dspark fit") == 4  # the warm-up, two timings, the run
-    assert [row["name"] for row in json.loads(first.out)] == ["base"]
     assert cli.main(["ablate", str(path), "--json"]) == 0, capsys.readouterr().err
-    second = capsys.readouterr()
-    rows = json.loads(second.out)
-    assert second.err.count("dspark fit") == 3
-    assert second.err.count("dspark test") == 1
-    assert [row["name"] for row in rows] == ["base", "rank 0"]
-    for row in rows:
-        assert row["steps"] == steps_for(1, row["step_seconds"])
-        assert row["draft_ms"]["1"] < row["draft_ms"]["32"]
-    assert (tmp_path / "out" / "ablation_slots.png").exists()
-    recipe.write_text(recipe.read_text() + "\n# another recipe now\n")  # nothing of the old one may be kept
-    assert cli.main(["ablate", str(path), "--json", "--only", "base"]) == 0, capsys.readouterr().err
-    assert capsys.readouterr().err.count("dspark fit") == 4
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["name"], row["steps"]) == ("base", 2)
+    assert row["step_seconds"] > 0
+    assert row["draft_ms"]["1"] < row["draft_ms"]["32"]
+    assert row["tau"]["coupled, temperature 0.2, top-p 0.9"]["value"] >= 1.0
