@@ -24,7 +24,7 @@ def smol() -> Any:
     return load_tokenizer(EMBEDDED)
 
 
-@pytest.mark.parametrize(("split", "count"), [("train", 300), ("calibration", 60), ("test", 120)])
+@pytest.mark.parametrize(("split", "count"), [("train", 300), ("calibration", 60), ("test", 120), ("extra", 1360)])
 def test_every_shipped_prompt_loads_and_is_short(smol: Any, split: str, count: int) -> None:
     loaded = load_prompts(PROMPTS, smol, split=split)
     assert len(loaded.prompts) == count
@@ -34,7 +34,7 @@ def test_every_shipped_prompt_loads_and_is_short(smol: Any, split: str, count: i
 
 def test_splits_share_no_token_sequence(smol: Any) -> None:
     loaded = load_prompts(PROMPTS, smol)
-    assert len({prompt.prompt_ids for prompt in loaded.prompts}) == 480
+    assert len({prompt.prompt_ids for prompt in loaded.prompts}) == 1840
 
 
 def test_default_system_turn_comes_from_the_template_only(smol: Any) -> None:
