@@ -43,10 +43,17 @@ def test_teacher_forced_equals_propose_bit_for_bit(drafter, batch, head, option,
 
 @each_head
 @pytest.mark.parametrize(
-    "extra", [{"draft_vocab_size": 20}, {"sliding_window": 5}, {"num_layers": 1}, {"num_layers": 3}], ids=str
+    "extra",
+    [
+        {"draft_vocab_size": 20},
+        {"sliding_window": 5},
+        {"num_layers": 1, "layer_fusion": False},
+        {"num_layers": 3},
+    ],
+    ids=str,
 )
 def test_so_it_does_in_bf16_and_other_shapes(drafter, batch, head, extra):
-    model = drafter(torch.bfloat16, **fields_of(head, **ALL, **extra)).eval()
+    model = drafter(torch.bfloat16, **fields_of(head, **{**ALL, **extra})).eval()
     assert_proposes_as_forced(model, batch(model.config, dtype=torch.bfloat16))
 
 

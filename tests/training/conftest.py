@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 
 def _load(name: str) -> Any:
@@ -61,3 +63,12 @@ def target(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def data_dir(tiny: Any, tmp_path: Path) -> Path:
     """A trajectory directory of 12 sequences with rounds."""
     return tiny.write_directory(tmp_path / "train", count=12)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As the processes that the tests of this room start: gradients depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
