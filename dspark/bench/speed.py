@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 from dspark.contracts import Completion, Request
 from dspark.runner import Engine
+from dspark.scorecard.measure import bits
 
 Spread = tuple[float, float, float]  # minimum, median, maximum over the repeats
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """tokens/s, and the ratio to the first engine of the same repeat; mismatched: requests whose token ids or
-    log-probabilities differ from the first engine's."""
+    """tokens/s, and the ratio to the first engine of the same repeat; mismatched: requests whose tokens,
+    log-probabilities or end differ from the first engine's."""
 
     rate: Spread
     ratio: Spread
@@ -48,7 +49,7 @@ def compare(
             first = next(iter(outputs.values()))
             tokens += len(first.token_ids)
             for name, got in outputs.items():
-                mismatched[name] += _bits(got) != _bits(first)
+                mismatched[name] += bits(got) != bits(first)
         for name in engines:
             rates[name].append(tokens / seconds[name])
     base = next(iter(rates.values()))
@@ -62,10 +63,6 @@ def _timed(engine: Engine, request: Request) -> tuple[Completion, float]:
     started = time.perf_counter()
     (completion,) = engine.generate([request])
     return completion, time.perf_counter() - started
-
-
-def _bits(completion: Completion) -> tuple:
-    return completion.token_ids, completion.logprobs, completion.raw_logprobs
 
 
 def _spread(values: list[float]) -> Spread:

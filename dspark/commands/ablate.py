@@ -32,6 +32,7 @@ from dspark.target.load import load_target
 from dspark.training.checkpoint import load_drafter, served
 
 DATA, TABLE, PICTURE = "ablation.json", "ablation.txt", "ablation_slots.png"
+RECORD = "done.json"  # of a run that came to its end
 BATCHES = (1, 32)
 TIMINGS = ("timing-1", "timing-2")  # in turns, the lower median counts: what disturbs a run only makes it slower
 TARGET_KEYS = ("model.init_args.target", "model.init_args.target_dtype")
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         _fit(config, name, out)
         _test(config, name, out)
-    rows = _rows(config, [name for name in config.variants if (out / folder_of(name) / REPORT_NAME).exists()], out)
+    rows = _rows(config, [name for name in config.variants if name in names or _is_there(config, name, out)], out)
     print(json.dumps(rows) if args.json else f"{ablation_table(rows)}\n\nwritten to {out}")
     return 0
 
@@ -93,9 +94,21 @@ def _time(config: AblationConfig, name: str, out: Path, kind: str) -> None:
 
 
 def _fit(config: AblationConfig, name: str, out: Path) -> None:
-    folder, steps = out / folder_of(name), _steps(config, name, out)
+    _once(config, out / folder_of(name), f"fit {name}", _fit_command(config, name, out))
+
+
+def _fit_command(config: AblationConfig, name: str, out: Path) -> list[str]:
+    steps = _steps(config, name, out)
     given = {"trainer.max_steps": steps, "trainer.val_check_interval": steps}
-    _once(config, folder, f"fit {name}: {steps} steps", _command("fit", config, name, folder, given))
+    return _command("fit", config, name, out / folder_of(name), given)
+
+
+def _is_there(config: AblationConfig, name: str, out: Path) -> bool:
+    """Whether a variant was trained by this very ablation and tested: others do not get into its table."""
+    folder = out / folder_of(name)
+    if not (folder / REPORT_NAME).exists() or not all((folder / kind / "steps.json").exists() for kind in TIMINGS):
+        return False
+    return _is_done(folder, _wanted(config, _fit_command(config, name, out)))
 
 
 def _test(config: AblationConfig, name: str, out: Path) -> None:
@@ -121,21 +134,26 @@ def _command(verb: str, config: AblationConfig, name: str, folder: Path, given: 
 
 def _once(config: AblationConfig, folder: Path, title: str, command: list[str]) -> None:
     """Runs it unless the very same has run to its end, of the same recipe and the same training data."""
-    record, wanted = folder / "done.json", {"command": shlex.join(command), "inputs": _inputs(config)}
-    if record.exists() and read_json(record, "record of a run") == wanted:
+    wanted = _wanted(config, command)
+    if _is_done(folder, wanted):
         return
-    record.unlink(missing_ok=True)
+    (folder / RECORD).unlink(missing_ok=True)
     _execute(title, command)
-    atomic_write(record, json.dumps(wanted, indent=1) + "\n")
+    atomic_write(folder / RECORD, json.dumps(wanted, indent=1) + "\n")
 
 
-def _inputs(config: AblationConfig) -> dict[str, str]:
-    """Hashes of what a variant is made from, beside its command."""
+def _is_done(folder: Path, wanted: dict[str, Any]) -> bool:
+    return (folder / RECORD).exists() and read_json(folder / RECORD, "record of a run") == wanted
+
+
+def _wanted(config: AblationConfig, command: list[str]) -> dict[str, Any]:
+    """A run's record: its command, and hashes of what else it is made from."""
     recipe = read_recipe(config.recipe)
     given = config.common.get("data.init_args.train", recipe["data"]["init_args"]["train"])
     folders = yaml.safe_load(given) if isinstance(given, str) else given
     manifests = [Path(folder) / "manifest.json" for folder in folders]
-    return {str(path): sha256_file(path) for path in (Path(config.recipe), *filter(Path.exists, manifests))}
+    files = (Path(config.recipe), *filter(Path.exists, manifests))
+    return {"command": shlex.join(command), "inputs": {str(path): sha256_file(path) for path in files}}
 
 
 def _execute(title: str, command: list[str]) -> None:

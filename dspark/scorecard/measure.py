@@ -90,12 +90,13 @@ def measure(
 
 
 def differing(some: Sequence[Completion], others: Sequence[Completion]) -> int:
-    """How many completions differ in a token, a bit of a log-probability, or how they ended."""
-
-    def bits(c: Completion) -> tuple[object, ...]:
-        return c.token_ids, c.logprobs, c.raw_logprobs, c.finish_reason
-
+    """How many completions differ in any of their bits."""
     return sum(bits(a) != bits(b) for a, b in zip(some, others, strict=True))
+
+
+def bits(completion: Completion) -> tuple[object, ...]:
+    """What the contract fixes of a completion: tokens, both log-probabilities, how it ended."""
+    return completion.token_ids, completion.logprobs, completion.raw_logprobs, completion.finish_reason
 
 
 def drafted(prompt: Prompt, request: Request, completion: Completion) -> Drafted:

@@ -124,6 +124,7 @@ def test_what_runs_and_what_is_kept(
     (tmp_path / "recipe.yaml").write_text("data: {init_args: {train: []}}  # another recipe now")
     assert cli.main(["ablate", path, "--only", "base"]) == 0
     assert runs.done[9:] == first
+    assert runs.seen[-1] == ["base"]  # the other is of the recipe as it was
 
 
 def test_a_run_that_was_cut_is_not_taken_for_a_finished_one(
