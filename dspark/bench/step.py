@@ -27,7 +27,7 @@ from dspark.drafter.blocks import Blocks, blocks_at
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.model import Drafter
 from dspark.training import fused
-from dspark.training.labels import laws_at, slot_mask
+from dspark.training.labels import TargetLaw, laws_at, slot_mask, target_law
 from dspark.training.objective import Fused, Judged, alphas, counts, measure, weigh
 from dspark.training.optim import make_optimizer
 from dspark.training.options import LossOptions, OptimizerOptions
@@ -157,7 +157,11 @@ class _Steps:
     def _judged(self) -> Judged:
         work, drafter = self.work, self.drafter
         head = drafter.head_columns()
-        law, index = laws_at(lambda h: ops.linear(h, head), work.states, work.rows - 1, work.counted, None)
+
+        def law_of(rows: Tensor) -> TargetLaw:
+            return target_law(ops.linear(work.states[rows], head), None)
+
+        law, index = laws_at(law_of, work.rows - 1, work.counted)
         context = drafter.encode(work.features, work.positions)
         states = drafter.block_states(*work.blocks.inputs(context))
         return Judged(states, work.blocks.labels, law, index, work.counted)

@@ -117,9 +117,11 @@ class Target:
         """Embedding rows [N, H] of ids [N] int64."""
         return self.embed_weight.index_select(0, ids)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[M, V] fp32 from hidden [M, H] after the final norm; a bf16 target's logits are not rounded to bf16."""
-        return self.ops.linear(hidden, self.head_weight, out_dtype=torch.promote_types(self.dtype, torch.float32))
+    def logits(self, hidden: Tensor, head: Tensor | None = None) -> Tensor:
+        """[M, V] fp32 from hidden [M, H] after the final norm; a bf16 target's logits are not rounded to bf16. head
+        [V', H]: rows of the LM head, for those columns alone, with the same bits."""
+        weight = self.head_weight if head is None else head
+        return self.ops.linear(hidden, weight, out_dtype=torch.promote_types(self.dtype, torch.float32))
 
     def forward(
         self,

@@ -22,7 +22,7 @@ from dspark.drafter.model import Drafter
 from dspark.training import losses
 from dspark.training.batches import RoundBatch
 from dspark.training.checkpoint import load_drafter, seal, served
-from dspark.training.frozen import FrozenTargetModule, capture
+from dspark.training.frozen import Capture, FrozenTargetModule, capture, law_reader
 from dspark.training.labels import acceptance, laws_at, observed_events
 from dspark.training.optim import make_optimizer
 from dspark.training.options import OptimizerOptions, as_options, plain
@@ -143,7 +143,7 @@ class ConfidenceModule(FrozenTargetModule):
             wanted = want_draft or self.label_kind != "observed"
             draft_logits = drafter.draft_logits(hidden, anchor_ids, drafted) if wanted else None
         if draft_logits is not None and self.label_kind != "observed":
-            labels = self._analytic(seen.hidden, begin + batch.anchors, observed, draft_logits)
+            labels = self._analytic(seen, begin + batch.anchors, observed, draft_logits)
         if self.training:  # fp32 with gradient; otherwise the runner's own arithmetic, bit for bit
             logits = self.drafter.draft_confidence(hidden.to(self.drafter.dtype), anchor_ids, drafted)
         else:
@@ -159,15 +159,14 @@ class ConfidenceModule(FrozenTargetModule):
                 "They were collected with another draft model."
             )
 
-    def _analytic(self, hidden: Tensor, anchor_rows: Tensor, observed: Tensor, draft_logits: Tensor) -> Tensor:
+    def _analytic(self, seen: Capture, anchor_rows: Tensor, observed: Tensor, draft_logits: Tensor) -> Tensor:
         """Acceptance probability at the observed slots: there the sequence's own tokens are the drafted ones."""
         if not bool(observed.any()):
             return torch.zeros(observed.shape)
-        rows = (anchor_rows[:, None] + torch.arange(observed.shape[1])).clamp_max(len(hidden) - 1)
-        ids = self.drafter.draft_ids
-        law, index = laws_at(self.target.logits, hidden, rows, observed, ids, self.temperature)
+        rows = (anchor_rows[:, None] + torch.arange(observed.shape[1])).clamp_max(len(seen.hidden) - 1)
+        law, index = laws_at(law_reader(self.target, seen, self.drafter, self.temperature), rows, observed)
         assert self.label_kind != "observed", "observed labels need no law"
-        return acceptance(self.label_kind, draft_logits, law.rows(index), ids, self.temperature)
+        return acceptance(self.label_kind, draft_logits, law.rows(index), self.drafter.draft_ids, self.temperature)
 
     def training_step(self, batch: RoundBatch, batch_idx: int) -> Tensor:
         judged = self.judge(batch)

@@ -29,7 +29,7 @@ from dspark.training.checkpoint import CHECKPOINT_KEY, name_moments, seal
 from dspark.training.drafter_test import rollout_report, write_report
 from dspark.training.feature_report import FeatureReport, announce
 from dspark.training.features import FeatureCache
-from dspark.training.frozen import Capture, FrozenTargetModule, blocks_of, capture
+from dspark.training.frozen import Capture, FrozenTargetModule, blocks_of, capture, law_reader
 from dspark.training.labels import TargetLaw, laws_at
 from dspark.training.metrics import MeanPer, expected_tau
 from dspark.training.objective import Judged, alphas, counts, measure, weigh
@@ -235,8 +235,8 @@ class DrafterModule(FrozenTargetModule):
         blocks, rows, counted = blocks_of(batch, seen, self.config.num_predictions)
         if not bool(counted.any()):
             return None
-        ids, temperature = self.drafter.draft_ids, self.losses.temperature
-        law, index = laws_at(self.target.logits, seen.hidden, rows - 1, counted, ids, temperature)
+        law_of = law_reader(self.target, seen, self.drafter, self.losses.temperature)
+        law, index = laws_at(law_of, rows - 1, counted)
         context = self.drafter.encode(seen.features, batch.positions())
         states = self.drafter.block_states(*blocks.inputs(context))
         return Judged(states, self.drafter.to_columns(blocks.labels), law, index, counted)

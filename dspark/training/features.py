@@ -1,7 +1,8 @@
 """A folder that remembers what the target says about training sequences: asked once, read ever after.
 
     <cache>/<identity>/identity.json        the target (fingerprint, dtype, device), the taps: what the bits belong to
-    <cache>/<identity>/<kk>/<key>.safetensors   features [S, n*H] and hidden [S, H] of one sequence, hashed
+    <cache>/<identity>/<kk>/<key>.safetensors   one sequence: features [S, n*H], hidden [S, H],
+                                               normaliser and argmax [S] of its logits, hashed
 Off by default: the states are large (terabytes for a large target and corpus), so the size is told, and held against
 the disk, before anything is written. A target's bits do not depend on the batch, so what is read equals what a step
 would have captured, and so do the weights that are trained on it. Sequences with NaN or infinity are never kept.
@@ -17,6 +18,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,12 +30,21 @@ from dspark.files import atomic_write, canonical_json, read_json, sha256_json, t
 from dspark.target.decoder import Target
 from dspark.training.batches import SequenceBatch
 from dspark.training.frozen import Capture, capture_sequences
+from dspark.training.labels import normalise_at
 
-FORMAT = "dspark-features/1"
+FORMAT = "dspark-features/2"
 _SPARE = 1 << 30  # bytes of the disk that stay free: checkpoints and logs go there too
 _log = logging.getLogger(__name__)
 
-Pair = tuple[Tensor, Tensor]  # features [S, n*H], hidden [S, H] of one sequence
+
+class Said(NamedTuple):
+    """What the target says about one sequence: features [S, n*H], hidden [S, H], normaliser [S] fp32 and argmax [S]
+    int64 of the logits. The last two are what a step would need the whole LM head for."""
+
+    features: Tensor
+    hidden: Tensor
+    normaliser: Tensor
+    argmax: Tensor
 
 
 @dataclass(slots=True)
@@ -79,7 +90,7 @@ class FeatureStore:
 
     def row_bytes(self) -> int:
         """Bytes a token takes."""
-        return sum(self.widths) * self.dtype.itemsize
+        return sum(self.widths) * self.dtype.itemsize + torch.float32.itemsize + torch.int64.itemsize
 
     def key(self, ids: Tensor) -> str:
         """sha256 over target, dtype, taps and the token ids [S]."""
@@ -88,7 +99,7 @@ class FeatureStore:
     def path(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.safetensors"
 
-    def read(self, ids: Tensor) -> Pair | None:
+    def read(self, ids: Tensor) -> Said | None:
         """What the target says about ids [S]; None when it was not asked yet. Raises ValueError for a damaged file."""
         key = self.key(ids)
         path = self.path(key)
@@ -96,19 +107,19 @@ class FeatureStore:
             return None
         try:
             with safe_open(path, "pt") as file:
-                said, pair = file.metadata() or {}, (file.get_tensor("features"), file.get_tensor("hidden"))
+                metadata, said = file.metadata() or {}, Said(*(file.get_tensor(name) for name in Said._fields))
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path}: {error}") from error
-        shapes = tuple((len(ids), width) for width in self.widths)
-        if tuple(t.shape for t in pair) != shapes or said != _metadata(key, pair):
+        shapes = (*((len(ids), width) for width in self.widths), (len(ids),), (len(ids),))
+        if tuple(t.shape for t in said) != shapes or metadata != _metadata(key, said):
             raise ValueError(f"{path}: another sequence's length, or other bytes than were written")
-        return pair
+        return said
 
-    def write(self, ids: Tensor, pair: Pair) -> int:
-        """Keeps `pair` for ids [S] and returns its bytes. Raises DsparkError when the place cannot be written."""
-        key, (features, hidden) = self.key(ids), (tensor.cpu().contiguous() for tensor in pair)
-        assert len(features) == len(hidden) == len(ids), "captured lengths differ from the sequence's length"
-        data = save({"features": features, "hidden": hidden}, _metadata(key, (features, hidden)))
+    def write(self, ids: Tensor, said: Said) -> int:
+        """Keeps `said` for ids [S] and returns its bytes. Raises DsparkError when the place cannot be written."""
+        key, kept = self.key(ids), Said(*(tensor.cpu().contiguous() for tensor in said))
+        assert {len(tensor) for tensor in kept} == {len(ids)}, "captured lengths differ from the sequence's length"
+        data = save(kept._asdict(), _metadata(key, kept))
         identity = self.folder / "identity.json"
         if not identity.exists():
             atomic_write(identity, canonical_json(self.identity) + "\n")
@@ -116,8 +127,8 @@ class FeatureStore:
         return len(data)
 
 
-def _metadata(key: str, pair: Pair) -> dict[str, str]:
-    return {"key": key, "features": tensor_hash(pair[0]), "hidden": tensor_hash(pair[1])}
+def _metadata(key: str, said: Said) -> dict[str, str]:
+    return {"key": key} | {name: tensor_hash(tensor) for name, tensor in said._asdict().items()}
 
 
 class FeatureCache:
@@ -131,36 +142,37 @@ class FeatureCache:
     def capture(self, batch: SequenceBatch, step: bool = False) -> Capture:
         """As frozen.capture; the target runs on the sequences that no file holds, in one pass."""
         tally, sequences = self.tallies[step], batch.sequences()
-        pairs = [self._read(ids, tally) for ids in sequences]
+        known = [self._read(ids, tally) for ids in sequences]
         finite = torch.ones(len(sequences), dtype=torch.bool)
-        missing = [i for i, pair in enumerate(pairs) if pair is None]
+        missing = [i for i, said in enumerate(known) if said is None]
         if missing:
             made, finite[missing] = self._ask([sequences[i] for i in missing], tally)
-            for i, pair in zip(missing, made, strict=True):
-                pairs[i] = pair
-        features, hidden = (torch.cat(parts).to(batch.ids.device) for parts in zip(*pairs, strict=True))
-        return Capture(hidden, features, finite)
+            for i, said in zip(missing, made, strict=True):
+                known[i] = said
+        whole = Said(*(torch.cat(parts).to(batch.ids.device) for parts in zip(*known, strict=True)))
+        return Capture(whole.hidden, whole.features, finite, whole.normaliser, whole.argmax)
 
-    def _read(self, ids: Tensor, tally: Tally) -> Pair | None:
+    def _read(self, ids: Tensor, tally: Tally) -> Said | None:
         try:
-            pair = self.store.read(ids)
+            said = self.store.read(ids)
         except ValueError as error:
             tally.damaged += 1
             _log.warning("feature cache: a damaged file is made again: %s", error)
             return None
-        tally.hits += pair is not None
-        return pair
+        tally.hits += said is not None
+        return said
 
-    def _ask(self, sequences: list[Tensor], tally: Tally) -> tuple[list[Pair], Tensor]:
+    def _ask(self, sequences: list[Tensor], tally: Tally) -> tuple[list[Said], Tensor]:
         """What the target says about R sequences, finite ones kept: (pairs, finite [R] bool)."""
         seen, lengths = capture_sequences(self.target, sequences, self.taps), [len(s) for s in sequences]
-        pairs = list(zip(seen.features.split(lengths), seen.hidden.split(lengths), strict=True))
-        for ids, pair, finite in zip(sequences, pairs, seen.finite.tolist(), strict=True):
+        flat = Said(seen.features, seen.hidden, *normalise_at(self.target.logits, seen.hidden))
+        made = [Said(*parts) for parts in zip(*(tensor.split(lengths) for tensor in flat), strict=True)]
+        for ids, said, finite in zip(sequences, made, seen.finite.tolist(), strict=True):
             if finite:
-                tally.made, tally.written = tally.made + 1, tally.written + self.store.write(ids, pair)
+                tally.made, tally.written = tally.made + 1, tally.written + self.store.write(ids, said)
             else:
                 tally.broken += 1
-        return pairs, seen.finite
+        return made, seen.finite
 
     def plan(self, sequences: Iterable[Tensor]) -> tuple[str, str]:
         """What keeping these sequences takes: (a line that says it, why it cannot be done or "")."""
@@ -170,8 +182,8 @@ class FeatureCache:
         free = shutil.disk_usage(_existing(self.store.folder)).free
         line = (
             f"feature cache {self.store.folder}: {len(lengths)} sequences, {total} tokens of {row} bytes "
-            f"({len(self.taps)} taps and the last hidden state): {size_text(total * row)}, {size_text(need)} of it "
-            f"still to be written; {size_text(free)} free"
+            f"({len(self.taps)} taps, the last hidden state, two numbers): {size_text(total * row)}, {size_text(need)} "
+            f"of it still to be written; {size_text(free)} free"
         )
         if need + need // 10 + _SPARE <= free or not need:
             return line, ""

@@ -6,7 +6,7 @@ features.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,21 +17,25 @@ from torch import Tensor
 
 from dspark.contracts import DsparkError
 from dspark.drafter.blocks import Blocks, blocks_at
+from dspark.drafter.model import Drafter
 from dspark.target.decoder import Target
 from dspark.target.load import load_target
 from dspark.training.batches import SequenceBatch
-from dspark.training.labels import slot_mask
+from dspark.training.labels import TargetLaw, reduced_law, slot_mask, target_law
 from dspark.training.options import OptimizerOptions
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
     """What the target says about a batch: hidden [N,H] after its final norm, features [N,n*H], finite [R] bool: the
-    sequences whose values are all finite (the others are zeroed)."""
+    sequences whose values are all finite (the others are zeroed). normaliser [N] fp32 and argmax [N] int64 of the
+    logits (labels.normalise) where they are known already: they are what needs the whole LM head."""
 
     hidden: Tensor
     features: Tensor
     finite: Tensor
+    normaliser: Tensor | None = None
+    argmax: Tensor | None = None
 
 
 def capture(target: Target, batch: SequenceBatch, taps: tuple[int, ...]) -> Capture:
@@ -60,6 +64,16 @@ def capture_sequences(target: Target, sequences: Sequence[Tensor], taps: tuple[i
         keep = finite[sequence][:, None]
         hidden, features = torch.where(keep, hidden, 0), torch.where(keep, features, 0)
     return Capture(hidden, features, finite)
+
+
+def law_reader(target: Target, seen: Capture, drafter: Drafter, temperature: float) -> Callable[[Tensor], TargetLaw]:
+    """rows [n] of the batch -> the target's law there over the draft vocabulary, for labels.laws_at. A known normaliser
+    leaves the LM head's other columns out and changes no bit."""
+    ids, hidden = drafter.draft_ids, seen.hidden
+    if ids is None or temperature != 1.0 or seen.normaliser is None or seen.argmax is None:
+        return lambda rows: target_law(target.logits(hidden[rows]), ids, temperature)
+    head, normaliser, argmax = drafter.head_columns(target.dtype), seen.normaliser, seen.argmax
+    return lambda rows: reduced_law(target.logits(hidden[rows], head), normaliser[rows], argmax[rows])
 
 
 def blocks_of(batch: SequenceBatch, seen: Capture, slots: int) -> tuple[Blocks, Tensor, Tensor]:

@@ -24,7 +24,7 @@ from dspark.training import losses
 from dspark.training.labels import AnalyticLabel, TargetLaw, acceptance, overlap_from_l1
 from dspark.training.slopes import values_and_slope
 
-CHUNK = 1 << 19  # logits alive at a time: small enough for a processor's cache, large enough for its matrix product
+CHUNK, ROWS = 1 << 19, 64  # logits alive at a time, for a processor's cache; slots, for its matrix product
 TERMS = ("ce", "soft_ce", "l1", "coupled")
 _BEHIND = {"rejection": ("l1",), "coupled": ("coupled",)}  # the loss that an acceptance label is read from
 
@@ -40,7 +40,7 @@ class Setup:
     draft_ids: Tensor | None = None
     temperature: float = 1.0
     label: AnalyticLabel = "rejection"
-    chunk: int = CHUNK
+    rows: int = 0  # slots at a time; 0: as many as CHUNK logits hold, but at least ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class _Gradients:
 
 def _chunks(setup: Setup, count: int) -> list[slice]:
     """Slices of the slots; one, empty, where there are none."""
-    step = max(1, setup.chunk // len(setup.head))
+    step = setup.rows or max(ROWS, CHUNK // len(setup.head))
     return [slice(at, min(at + step, count)) for at in range(0, max(count, 1), step)]
 
 

@@ -16,9 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dspark.ops import raw_logprob
 from dspark.training.coupled import coupled_acceptance
 
-_LOGIT_ROWS = 128  # rows of full-vocabulary logits alive at a time
+LOGIT_ROWS = 128  # rows of full-vocabulary logits alive at a time
 
 AnalyticLabel = Literal["rejection", "coupled", "greedy"]
 LABELS: tuple[str, ...] = ("observed", "rejection", "coupled", "greedy")
@@ -44,44 +45,60 @@ class TargetLaw:
         return self.inside, self.outside, self.argmax
 
 
+def normalise(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [M, V] -> (ln sum exp [M] fp32, argmax [M] int64, lowest on ties); a row's bits depend on it alone."""
+    logits = logits.detach().float()
+    argmax = logits.argmax(dim=-1)
+    top = logits.gather(-1, argmax[:, None]).squeeze(-1)
+    return top - raw_logprob(logits, argmax), argmax
+
+
+def normalise_at(say: Callable[[Tensor], Tensor], hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """`normalise` of say(hidden [N,H]), the target's LM head, a few rows at a time: ([N], [N])."""
+    parts = [normalise(say(chunk)) for chunk in hidden.split(LOGIT_ROWS)]
+    normaliser, argmax = zip(*parts, strict=True)
+    return torch.cat(normaliser), torch.cat(argmax)
+
+
 def target_law(logits: Tensor, draft_ids: Tensor | None, temperature: float = 1.0) -> TargetLaw:
     """logits [M, V] of the target (any float dtype) -> its law; draft_ids [V'] int64 ascending, or None for all ids.
 
     One pass over the full vocabulary (the normaliser); the probabilities exist only for the draft vocabulary.
     """
     logits = logits.detach().float()
-    argmax = logits.argmax(dim=-1)
     if temperature != 1.0:
         logits = logits / temperature
-    if draft_ids is None:
-        return TargetLaw(torch.softmax(logits, dim=-1), logits.new_zeros(logits.shape[:-1]), argmax)
-    normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    inside = torch.exp_(logits.index_select(-1, draft_ids) - normaliser)
-    full = draft_ids.numel() == logits.shape[-1]
-    outside = torch.zeros_like(normaliser[..., 0]) if full else (1.0 - inside.sum(dim=-1)).clamp_min(0.0)
-    return TargetLaw(inside, outside, argmax)
+    if draft_ids is None or draft_ids.numel() == logits.shape[-1]:
+        return TargetLaw(torch.softmax(logits, dim=-1), logits.new_zeros(logits.shape[:-1]), logits.argmax(dim=-1))
+    return reduced_law(logits.index_select(-1, draft_ids), *normalise(logits))
+
+
+def reduced_law(columns: Tensor, normaliser: Tensor, argmax: Tensor) -> TargetLaw:
+    """The law from the logits of the draft vocabulary alone: columns [M, V'] fp32, written over; the other two as
+    `normalise` gives them for the full vocabulary."""
+    inside = columns.sub_(normaliser[:, None]).exp_()
+    return TargetLaw(inside, (1.0 - inside.sum(dim=-1)).clamp_min(0.0), argmax)
 
 
 @torch.no_grad()
-def laws_at(say: Callable[[Tensor], Tensor], hidden: Tensor, rows: Tensor, counted: Tensor, draft_ids: Tensor | None,
-            temperature: float = 1.0) -> tuple[TargetLaw, Tensor]:  # fmt: skip
+def laws_at(law_of: Callable[[Tensor], TargetLaw], rows: Tensor, counted: Tensor) -> tuple[TargetLaw, Tensor]:
     """The target's law at the rows some counted slot needs: (law of M distinct rows, index [B,K] into them).
 
-    say: the target's LM head, hidden [n,H] -> logits [n,V]; rows [B,K] of hidden [N,H]; slots that do not count get
-    index 0. At least one slot must count. The law is filled a few rows at a time: it exists once, the logits never.
+    law_of: rows [n] -> their law; rows [B,K]; slots that do not count get index 0. At least one slot must count. The
+    law is filled a few rows at a time: it exists once, the logits never.
     """
     needed, inverse = torch.unique(rows[counted], return_inverse=True)
     index = torch.zeros_like(rows)
     index[counted] = inverse
-    chunks = needed.split(_LOGIT_ROWS)
-    first = target_law(say(hidden[chunks[0]]), draft_ids, temperature)
+    chunks = needed.split(LOGIT_ROWS)
+    first = law_of(chunks[0])
     if len(chunks) == 1:
         return first, index
     law = TargetLaw(*(part.new_empty(len(needed), *part.shape[1:]) for part in first.parts()))
     for at, chunk in enumerate(chunks):
-        found = target_law(say(hidden[chunk]), draft_ids, temperature) if at else first
+        found = law_of(chunk) if at else first
         for whole, part in zip(law.parts(), found.parts(), strict=True):
-            whole[at * _LOGIT_ROWS :][: len(chunk)] = part
+            whole[at * LOGIT_ROWS :][: len(chunk)] = part
     return law, index
 
 

@@ -14,8 +14,9 @@ import torch
 
 from dspark.contracts import DsparkError
 from dspark.training.data import TrajectoryDataModule
-from dspark.training.features import FeatureCache, FeatureStore, size_text
+from dspark.training.features import FeatureCache, FeatureStore, Said, size_text
 from dspark.training.frozen import capture
+from dspark.training.labels import normalise_at
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -33,6 +34,10 @@ def fit(tiny: Any, data_dir: Path, root: Path, steps: int = 9, **options: Any) -
 def same_weights(one: Any, other: Any) -> bool:
     pairs = zip(one.drafter.state_dict().values(), other.drafter.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
+
+
+def said(features: torch.Tensor, hidden: torch.Tensor) -> Said:
+    return Said(features, hidden, torch.zeros(len(hidden)), torch.zeros(len(hidden), dtype=torch.int64))
 
 
 def batch_of(data_dir: Path) -> Any:
@@ -71,6 +76,32 @@ def test_cached_training_gives_the_weights_of_online_training(
     assert made[True].written + made[False].written == sum(f.stat().st_size for f in files(tmp_path / "cache"))
 
 
+def test_known_normalisers_leave_the_rest_of_the_head_out(
+    tiny: Any, target: Any, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reduced draft vocabulary, features from the folder: the same weights, and no step reads the whole LM head."""
+    for name, extra in (("online", {}), ("writing", {"features": {"cache": str(tmp_path / "cache")}})):
+        module, _ = fit(tiny, data_dir, tmp_path / name, module={"draft_vocab_size": 17, **extra})
+        if name == "online":
+            online = module
+    assert same_weights(online, module)
+    widths: list[int] = []
+    say = target.logits
+
+    def logits(hidden: Any, head: Any = None) -> Any:
+        widths.append((say(hidden, head)).shape[-1])
+        return say(hidden, head)
+
+    monkeypatch.setattr(target, "logits", logits)
+    module, _ = fit(tiny, data_dir, tmp_path / "reading", module={"draft_vocab_size": 17, **extra})
+    assert same_weights(online, module)
+    assert set(widths) == {17}
+    extra["losses"] = {"temperature": 0.5}
+    other, _ = fit(tiny, data_dir, tmp_path / "warm", module={"draft_vocab_size": 17, **extra})
+    assert not same_weights(online, other)
+    assert max(widths) > 17  # its normaliser is another one
+
+
 def tiny_start(tiny: Any, like: Any) -> Any:
     from dspark.drafter.model import Drafter
 
@@ -93,11 +124,13 @@ def test_partly_known_batches_equal_the_targets_word(tiny: Any, target: Any, dat
         for r, ids in enumerate(batch.sequences()):
             if known >> r & 1:
                 rows = slice(int(batch.offsets[r]), int(batch.offsets[r + 1]))
-                cache.store.write(ids, (wanted.features[rows], wanted.hidden[rows]))
+                parts = (wanted.features, wanted.hidden, *normalise_at(target.logits, wanted.hidden))
+                cache.store.write(ids, Said(*(part[rows] for part in parts)))
         seen = cache.capture(batch)
         assert cache.tallies[False].hits == known.bit_count()
         for name in ("hidden", "features", "finite"):
             assert torch.equal(getattr(seen, name), getattr(wanted, name)), (known, name)
+        assert torch.equal(seen.normaliser, normalise_at(target.logits, wanted.hidden)[0])
 
 
 def test_two_taps_dtypes_and_targets_share_a_folder(tiny: Any, target: Any, data_dir: Path, tmp_path: Path) -> None:
@@ -160,9 +193,9 @@ def test_a_pair_of_another_length_is_neither_kept_nor_read(target: Any, data_dir
     store = FeatureStore(tmp_path, target, (0, 2))
     ids = torch.arange(5)
     with pytest.raises(AssertionError, match="captured lengths"):
-        store.write(ids, (torch.zeros(4, 32), torch.zeros(4, 16)))
+        store.write(ids, said(torch.zeros(4, 32), torch.zeros(4, 16)))
     short = FeatureStore(tmp_path, target, (0, 2))
-    short.write(ids, (torch.zeros(5, 16), torch.zeros(5, 16)))  # the width of one tap
+    short.write(ids, said(torch.zeros(5, 16), torch.zeros(5, 16)))  # the width of one tap
     with pytest.raises(ValueError, match="another sequence's length"):
         store.read(ids)
 
@@ -177,9 +210,9 @@ def test_a_place_that_cannot_be_written_stops_the_run(tiny: Any, target: Any, da
 def test_the_size_is_told_before_anything_is_written(
     tiny: Any, target: Any, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Sum of lengths x (taps + 1) x hidden size x bytes; refused without room, and then nothing is there."""
+    """Sum of lengths x ((taps + 1) x hidden size x bytes + 12); refused without room, and then nothing is there."""
     data = TrajectoryDataModule([str(data_dir)])
-    need = sum(len(s.ids) for s in data.samples("train")) * 3 * 16 * 4
+    need = sum(len(s.ids) for s in data.samples("train")) * (3 * 16 * 4 + 12)
     cache = {"features": {"cache": str(tmp_path / "cache")}}
     spare = (1 << 30) + need // 10
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, need + spare - 1))
@@ -187,7 +220,7 @@ def test_the_size_is_told_before_anything_is_written(
         fit(tiny, data_dir, tmp_path / "run", module=cache)
     assert not (tmp_path / "cache").exists()
     told = capsys.readouterr().err
-    assert f"12 sequences, {need // 192} tokens of 192 bytes (2 taps and the last hidden state)" in told
+    assert f"12 sequences, {need // 204} tokens of 204 bytes (2 taps, the last hidden state, two numbers)" in told
     assert f"{size_text(need)}, {size_text(need)} of it still to be written; 1.0 GiB free" in told
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, need + spare))
     fit(tiny, data_dir, tmp_path / "run", module=cache)
@@ -277,7 +310,7 @@ def test_two_processes_that_write_one_file_do_not_harm_it(target: Any, tmp_path:
     def write() -> None:
         torch.set_num_threads(1)  # the parent's threads are not in the fork, and would be waited for
         for _ in range(20):
-            store.write(ids, (values[:, :32], values[:, 32:]))
+            store.write(ids, said(values[:, :32], values[:, 32:]))
 
     writers, reads = [multiprocessing.get_context("fork").Process(target=write) for _ in range(2)], 0
     for writer in writers:

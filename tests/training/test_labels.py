@@ -101,11 +101,11 @@ def test_greedy_label_compares_vocabulary_ids_and_knows_the_outside() -> None:
 
 def test_laws_at_the_counted_rows_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each distinct row once, in chunks of 4 of which the last is not full; slots that do not count get row 0."""
-    monkeypatch.setattr(labels, "_LOGIT_ROWS", 4)
+    monkeypatch.setattr(labels, "LOGIT_ROWS", 4)
     draw = torch.Generator().manual_seed(4)
     hidden, head, ids = torch.randn(30, 6, generator=draw), torch.randn(11, 6, generator=draw), torch.tensor([0, 3, 9])
     rows, counted = torch.randint(30, (5, 4), generator=draw), torch.rand(5, 4, generator=draw) < 0.6
-    law, index = labels.laws_at(lambda h: h @ head.T, hidden, rows, counted, ids, 0.8)
+    law, index = labels.laws_at(lambda at: labels.target_law(hidden[at] @ head.T, ids, 0.8), rows, counted)
     assert len(law.inside) == len(set(rows[counted].tolist())) > 8 and len(law.inside) % 4
     assert not bool(index[~counted].any())
     expected = labels.target_law(hidden @ head.T, ids, 0.8).rows(rows)

@@ -13,7 +13,7 @@ from dspark.drafter.blocks import blocks_at
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.model import Drafter
 from dspark.training import fused
-from dspark.training.labels import anchor_candidates, laws_at, slot_mask
+from dspark.training.labels import anchor_candidates, laws_at, slot_mask, target_law
 from dspark.training.objective import Judged, Measured, alphas, counts, measure, weigh
 from dspark.training.options import LossOptions
 
@@ -57,7 +57,7 @@ def judge(drafter: Drafter, sequences: list[dict[str, torch.Tensor]]) -> Judged:
     blocks = blocks_at(pack["ids"], offsets, sequence, torch.cat(anchors), P)
     rows, counted = slot_mask(pack["mask"], blocks.begin, offsets[sequence + 1], torch.cat(anchors), P)
     head = drafter._vocabulary._head
-    law, index = laws_at(lambda h: h @ head.T, pack["states"], rows - 1, counted, drafter.draft_ids)
+    law, index = laws_at(lambda at: target_law(pack["states"][at] @ head.T, drafter.draft_ids), rows - 1, counted)
     context = drafter.encode(pack["features"], torch.cat([torch.arange(n) for n in lengths.tolist()]))
     states = drafter.block_states(*blocks.inputs(context))
     return Judged(states, drafter.to_columns(blocks.labels), law, index, counted)
