@@ -104,10 +104,10 @@ def make_draft() -> Callable[..., Drafter]:
 
 
 @pytest.fixture
-def target_folder(tmp_path: Path) -> Callable[[Target], Path]:
-    """save(target) -> its checkpoint directory, as the command line takes it."""
+def target_folder(tmp_path: Path) -> Callable[..., Path]:
+    """save(target, raw) -> its checkpoint directory, as the command line takes it. raw: its config.json."""
 
-    def save(target: Target) -> Path:
+    def save(target: Target, raw: dict[str, Any] = TARGET) -> Path:
         folder = tmp_path / "target"
         folder.mkdir()
         tensors = {}
@@ -115,8 +115,8 @@ def target_folder(tmp_path: Path) -> Callable[[Target], Path]:
             rows = [shape[0] for _, shape in parts]
             for (part, _), piece in zip(parts, target._tensors[name].split(rows), strict=True):
                 tensors[part] = piece.clone()
-        save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps({**TARGET, "tie_word_embeddings": target.config.tied}))
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text(json.dumps({**raw, "tie_word_embeddings": target.config.tied}))
         return folder
 
     return save

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dspark.drafter.config import DrafterConfig
 from dspark.drafter.model import Drafter
 from dspark.export.deepspec import write_deepspec
 from dspark.export.speculators import write_speculators
 from dspark.target.decoder import Target
 from dspark.target.families import read_config
-from dspark.target.weights import plan, random_weights
+from dspark.target.weights import random_weights
 
 PYTHON = os.environ.get("DSPARK_VLLM_PYTHON", "")
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -48,36 +48,29 @@ pytestmark = pytest.mark.skipif(not PYTHON, reason="DSPARK_VLLM_PYTHON names no 
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Target:
+def target(target_folder: Callable[..., Path]) -> Target:
     """A tiny target that also lies in tmp_path/target."""
     config = read_config(TARGET)
-    target, tensors = Target(config, random_weights(config, 3, torch.float32, scale=0.3), name="tiny"), {}
-    for name, parts in plan(config).items():
-        rows = [shape[0] for _, shape in parts]
-        for (part, _), piece in zip(parts, target._tensors[name].split(rows), strict=True):
-            tensors[part] = piece.clone()
-    (tmp_path / "target").mkdir()
-    save_file(tensors, tmp_path / "target" / "model.safetensors", {"format": "pt"})
-    (tmp_path / "target" / "config.json").write_text(json.dumps(TARGET))
+    target = Target(config, random_weights(config, 3, torch.float32, scale=0.3), name="tiny")
+    target_folder(target, TARGET)
     return target
 
 
-def export(target: Target, folder: Path, layout: str, fields: dict[str, Any]) -> Drafter:
-    """Writes folder/draft and returns the draft model that lies there, no weight at its starting value."""
-    shape = {"block_size": 4, "mask_token_id": 3, "target_layer_ids": (0, 1), "sample_from_anchor": True,
-             "num_layers": 1, "markov_rank": 8, "confidence_head": True, **fields}  # fmt: skip
-    config = DrafterConfig.for_target(target, **shape)
-    ids = torch.arange(config.draft_vocab_size) * 3 + 1 if config.draft_vocab_size else None
-    drafter, draw = Drafter(config, ids, seed=4), torch.Generator().manual_seed(6)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.1)
-    drafter.bind(target.embed_weight, target.head_weight).eval()
-    if layout == "deepspec":
-        write_deepspec(folder / "draft", drafter, target, TARGET)
-    else:
-        write_speculators(folder / "draft", drafter, target, TARGET, str(folder / "target"))
-    return drafter
+@pytest.fixture
+def export(tmp_path: Path, target: Target, make_draft: Callable[..., Drafter]) -> Callable[[str], Drafter]:
+    """export(case) -> the draft model that then lies in tmp_path/draft."""
+
+    def go(name: str) -> Drafter:
+        layout, fields = CASES[name]
+        shape = {"target_layer_ids": (0, 1), "num_layers": 1, "confidence_head": True, **fields}
+        drafter = make_draft(target, **shape)
+        if layout == "deepspec":
+            write_deepspec(tmp_path / "draft", drafter, target, TARGET)
+        else:
+            write_speculators(tmp_path / "draft", drafter, target, TARGET, str(tmp_path / "target"))
+        return drafter
+
+    return go
 
 
 def ask(task: str, folder: Path) -> dict[str, Any]:
@@ -92,8 +85,8 @@ def ask(task: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_their_loader_and_modules_give_our_values(tmp_path: Path, target: Target, name: str) -> None:
-    drafter, draw = export(target, tmp_path, *CASES[name]), torch.Generator().manual_seed(1)
+def test_their_loader_and_modules_give_our_values(tmp_path: Path, export: Callable[[str], Drafter], name: str) -> None:
+    drafter, draw = export(name), torch.Generator().manual_seed(1)
     hidden, features = torch.randn(5, 64, generator=draw), torch.randn(5, 128, generator=draw)
     ids, columns = torch.tensor([1, 5, 9, 20, 33]), torch.arange(drafter.config.num_columns)
     save_file({"hidden": hidden, "features": features, "ids": ids, "columns": columns},
@@ -131,8 +124,10 @@ def from_file(file: dict[str, torch.Tensor], hidden: torch.Tensor) -> dict[str, 
     return {"qkv": hidden @ qkv.T, "mlp": mlp, "normed": normed}
 
 
-def test_their_engine_speculates_or_says_why_not(tmp_path: Path, target: Target) -> None:
-    export(target, tmp_path, *CASES["flat"])
+def test_their_engine_speculates_or_says_why_not(
+    tmp_path: Path, target: Target, export: Callable[[str], Drafter]
+) -> None:
+    export("flat")
     (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS))
     said = ask("run", tmp_path)
     assert said["plain"] == [greedy(target, prompt, 24) for prompt in PROMPTS]
