@@ -115,7 +115,7 @@ def _attend_sequence(block: tuple[Tensor, ...], context: tuple[Tensor, ...], hid
     k, v = (x.permute(2, 0, 1, 3).reshape(kv_heads * anchors, own, size) for x in (k, v))
     seen = torch.bmm(q, ctx_k.permute(1, 2, 0)).view(kv_heads, anchors, share * slots, rows)
     seen = seen.masked_fill(hidden[None, :, None, :], -math.inf)
-    near = torch.bmm(q.view(kv_heads * anchors, share * slots, size), k.transpose(1, 2))
+    near = torch.bmm(q.reshape(kv_heads * anchors, share * slots, size), k.transpose(1, 2))
     scores = torch.cat([seen, near.view(kv_heads, anchors, share * slots, own)], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
     out = torch.bmm(weights[..., :rows].reshape(*q.shape[:2], rows), ctx_v.transpose(0, 1))

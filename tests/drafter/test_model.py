@@ -55,6 +55,17 @@ def test_a_block_does_not_depend_on_its_batch(drafter, batch, dtype, head):
     assert_alone(model, batch(model.config, dtype=dtype))
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 1), (6, 3)])
+@pytest.mark.parametrize("extra", [{}, {"sliding_window": 5}])
+def test_any_grouping_of_heads_trains_and_drafts(drafter, batch, heads, kv_heads, extra):
+    """One query head per key head (multi-head attention, as in Llama 2), one key head for all, and in between."""
+    model = drafter(num_heads=heads, num_kv_heads=kv_heads, **fields_of("vanilla"), **extra)
+    data = batch(model.config)
+    assert_paths_agree(model, data)
+    assert_all_get_gradients(model, data)
+    assert_proposes_as_forced(model.eval(), data)
+
+
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("extra", [{}, {"sliding_window": 5}, {"qk_norm": False}, {"draft_vocab_size": 20}])
 def test_training_path_agrees_with_inference_path(drafter, batch, head, extra):
