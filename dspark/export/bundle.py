@@ -20,14 +20,16 @@ from dspark.drafter.identity import drafter_hash, identity_hash, tensor_hashes
 from dspark.drafter.model import Drafter
 from dspark.export.gate import check_parity
 from dspark.export.tensors import (
+    check_depth,
     check_hashes,
     check_shapes,
+    expected_shapes,
     finite_state,
     load_tensors,
     save_tensors,
-    shapes,
 )
 from dspark.files import atomic_dir, atomic_write, canonical_json, read_json, sha256_file
+from dspark.rotary import is_number
 
 __all__ = [
     "Bundle", "check_gamma", "check_parity", "check_target", "drafter_hash", "is_bundle", "load_bundle", "save_bundle",
@@ -137,9 +139,10 @@ def _load(directory: Path) -> tuple[Drafter, dict[str, Any]]:
     if identity_hash(config, manifest["tensors"]) != manifest["drafter_hash"]:
         raise DsparkError(f"{directory}: expected the config it was exported with, but {CONFIG} has been changed.")
     state = load_tensors(directory / WEIGHTS)
-    drafter = Drafter(config)
-    check_shapes(directory / WEIGHTS, shapes(drafter.state_dict()), state)
+    check_depth(directory / WEIGHTS, config, state)
+    check_shapes(directory / WEIGHTS, expected_shapes(config), state)
     check_hashes(directory / WEIGHTS, state, manifest["tensors"])
+    drafter = Drafter(config)
     drafter.to(state["fc.weight"].dtype).load_state_dict(state, strict=True)
     return drafter, manifest
 
@@ -151,9 +154,14 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
             "Train and export one first, or check the path."
         )
     manifest = read_json(directory / MANIFEST, "draft model manifest")
-    keys = ("drafter_hash", "tensors", "meta")
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or any(k not in manifest for k in keys):
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DsparkError(f"{directory / MANIFEST}: expected format {FORMAT}. This is no draft model of ours.")
+    for key, kind in (("drafter_hash", str), ("tensors", dict), ("meta", dict)):
+        if not isinstance(manifest.get(key), kind):
+            raise DsparkError(
+                f"{directory / MANIFEST}: expected {key} to be {'a text' if kind is str else 'an object'}, but got "
+                f"{manifest.get(key)!r}. The file is damaged: export it again."
+            )
     return manifest
 
 
@@ -170,8 +178,12 @@ def _read_calibration(directory: Path, drafter: Drafter, identity: str) -> dict[
         )
     if drafter.confidence_head is None:
         raise DsparkError(f"{path}: expected no calibration for a draft model without a confidence head. Remove it.")
+    if not isinstance(calibration.get("data_hash"), str):
+        raise DsparkError(
+            f"{path}: expected data_hash to be a text, but got {calibration.get('data_hash')!r}. Calibrate again."
+        )
     temperatures = calibration.get("temperatures")
-    if not isinstance(temperatures, list) or not all(isinstance(t, int | float) for t in temperatures):
+    if not isinstance(temperatures, list) or not all(map(is_number, temperatures)):
         raise DsparkError(f"{path}: expected a list of temperatures, but got {temperatures!r}. Calibrate again.")
     drafter.confidence_head.set_temperatures(temperatures)
     return calibration
