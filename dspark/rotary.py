@@ -6,7 +6,6 @@ business (target/rope.py, drafter/rope.py); here stand the ranges in which their
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +33,7 @@ def check_rotary(parameters: Mapping[str, Any], where: str) -> None:
         if name in parameters:
             value = parameters[name]
             _check(
-                is_number(value) and least <= value <= most, where, name, value, f"a number from {least} to {most:g}"
+                is_number(value) and least <= value <= most, where, name, value, f"a number from {least:g} to {most:g}"
             )
     kind, theta = parameters.get("rope_type"), parameters.get("rope_theta", 2)
     _check(theta > 1, where, "rope_theta", theta, "above 1 (every pair would turn alike)")
@@ -50,10 +49,8 @@ def check_rotary(parameters: Mapping[str, Any], where: str) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """A finite int or float; true and false are none."""
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and (type(value) is int or math.isfinite(value))
-    )
+    """A finite int or float that a float can hold; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _check(ok: bool, where: str, name: str, value: Any, wanted: str) -> None:

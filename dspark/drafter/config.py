@@ -131,7 +131,7 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = "drafter config") -> DrafterConfig:
-        """Raises DsparkError, opening with `where`, on an unknown or a missing key and what the class itself refuses."""
+        """Raises DsparkError, opening with `where`, on an unknown or a missing key and what the class refuses."""
         if not isinstance(values, dict):
             raise DsparkError(f"{where}: expected a mapping of fields, but got {type(values).__name__}.")
         known = {f.name: f for f in fields(cls)}

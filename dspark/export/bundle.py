@@ -118,7 +118,8 @@ def check_target(bundle: Bundle, target: Any) -> None:
     if wanted and wanted != target.fingerprint:
         raise DsparkError(
             f"{bundle.path}: expected the target it was trained for (fingerprint {wanted[:12]}), but got {target.name} "
-            f"({target.fingerprint[:12]}). Give that target in the same dtype, or train a draft model for this one."
+            f"({target.fingerprint[:12]}). It was {target.told_apart(wanted, str(bundle.meta.get('dtype', '')))}. "
+            "Or train a draft model for this one."
         )
 
 
@@ -148,6 +149,13 @@ def _load(directory: Path) -> tuple[Drafter, dict[str, Any]]:
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
+    if not directory.exists():
+        raise DsparkError(f"{directory}: expected a draft model's folder, but there is nothing. Check the path.")
+    if directory.is_file():
+        raise DsparkError(
+            f"{directory}: expected a draft model's folder, but got a file. A training checkpoint becomes one with: "
+            f"dspark export --checkpoint {directory} --out DIR."
+        )
     if not (directory / MANIFEST).is_file():
         raise DsparkError(
             f"{directory}: expected a draft model ({MANIFEST}, {CONFIG}, {WEIGHTS}), but found none. "
@@ -178,12 +186,12 @@ def _read_calibration(directory: Path, drafter: Drafter, identity: str) -> dict[
         )
     if drafter.confidence_head is None:
         raise DsparkError(f"{path}: expected no calibration for a draft model without a confidence head. Remove it.")
+    temperatures = calibration.get("temperatures")
+    if not isinstance(temperatures, list) or not all(map(is_number, temperatures)):
+        raise DsparkError(f"{path}: expected a list of temperatures, but got {temperatures!r}. Calibrate again.")
     if not isinstance(calibration.get("data_hash"), str):
         raise DsparkError(
             f"{path}: expected data_hash to be a text, but got {calibration.get('data_hash')!r}. Calibrate again."
         )
-    temperatures = calibration.get("temperatures")
-    if not isinstance(temperatures, list) or not all(map(is_number, temperatures)):
-        raise DsparkError(f"{path}: expected a list of temperatures, but got {temperatures!r}. Calibrate again.")
     drafter.confidence_head.set_temperatures(temperatures)
     return calibration
