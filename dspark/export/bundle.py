@@ -170,6 +170,10 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
                 f"{directory / MANIFEST}: expected {key} to be {'a text' if kind is str else 'an object'}, but got "
                 f"{manifest.get(key)!r}. The file is damaged: export it again."
             )
+    if not all(isinstance(text, str) for text in manifest["tensors"].values()):
+        raise DsparkError(
+            f"{directory / MANIFEST}: expected a hash for every tensor. The file is damaged: export again."
+        )
     return manifest
 
 
