@@ -171,9 +171,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
                 f"{manifest.get(key)!r}. The file is damaged: export it again."
             )
     if not all(isinstance(text, str) for text in manifest["tensors"].values()):
-        raise DsparkError(
-            f"{directory / MANIFEST}: expected a hash for every tensor. The file is damaged: export again."
-        )
+        raise DsparkError(f"{directory / MANIFEST}: expected a hash per tensor. It is damaged: export again.")
     return manifest
 
 
