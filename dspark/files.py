@@ -21,6 +21,7 @@ import torch
 from dspark.contracts import DsparkError
 
 _CHUNK = 1 << 20  # bytes read at a time when hashing
+_LARGEST_JSON = 64 << 20  # bytes: parsing takes a second or two, and no file of ours comes near
 
 
 def atomic_write(path: str | Path, data: bytes | str) -> None:
@@ -113,10 +114,15 @@ def tensor_hash(tensor: torch.Tensor) -> str:
 def read_json(path: str | Path, what: str) -> Any:
     """Parses a JSON file. `what` names it in the error ("manifest", "drafter config").
 
-    Raises DsparkError when it is absent, empty, not UTF-8 or not JSON.
+    Raises DsparkError when it is absent, empty, above 64 MiB, not UTF-8 or not JSON.
     """
     path = Path(path)
     try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise DsparkError(
+                f"{what}: expected JSON of at most {_LARGEST_JSON >> 20} MiB in {path}, but it has "
+                f"{path.stat().st_size >> 20} MiB. Is this the right file?"
+            )
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
         raise DsparkError(
@@ -126,7 +132,7 @@ def read_json(path: str | Path, what: str) -> Any:
         raise DsparkError(f"{what}: expected UTF-8 JSON in {path}, but byte {error.start} is not UTF-8.") from error
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         got = "an empty file" if not text.strip() else f"something that does not parse ({error})"
         raise DsparkError(f"{what}: expected JSON in {path}, but got {got}. Make the file again.") from error
 

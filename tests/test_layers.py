@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("contracts",),
-    ("files", "settings", "probability", "noise", "help_text", "recipe", "signatures", "dspark_kernels"),
+    ("files", "settings", "probability", "noise", "help_text", "recipe", "rotary", "signatures", "dspark_kernels"),
     ("recipe_errors", "recipe_help", "ops"),
     ("target", "corpus", "drafter"),
     ("runner",),

@@ -16,8 +16,10 @@ from dspark.recipe import first_comment, read_recipe
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.y*ml"))
 # A recipe of the trainer names a model; any other is the recipe of the command it is named for.
-TRAINED = [path for path in RECIPES if "model" in yaml.safe_load(path.read_text(encoding="utf-8"))]
-PLAIN = [path for path in RECIPES if path not in TRAINED]
+MODELS = {path: yaml.safe_load(path.read_text(encoding="utf-8")).get("model") for path in RECIPES}
+TRAINED = [path for path, model in MODELS.items() if model and "class_path" in model]
+PLAIN = [path for path, model in MODELS.items() if not model]
+OVERLAYS = [path for path, model in MODELS.items() if model and path not in TRAINED]  # laid over recipes/drafter.yaml
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +74,15 @@ def test_it_serves_every_verb_and_has_a_page(path: Path, capsys: pytest.CaptureF
     page = capsys.readouterr().out
     assert max(map(len, page.splitlines())) <= max(80, len(str(path)) + 60)
     assert "required" not in page.replace("are required", "")
+
+
+@pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.name)
+def test_an_overlay_changes_what_it_names_and_nothing_else(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = leaves(config_of(capsys, "fit", "recipes/drafter.yaml"))
+    for verb in ("fit", "test"):
+        config = leaves(config_of(capsys, verb, "recipes/drafter.yaml", "--config", str(path)))
+        changed = {key: value for key, value in config.items() if base.get(key, value) != value}
+        assert changed == leaves(read_recipe(path))
 
 
 @pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.name)

@@ -47,7 +47,7 @@ examples:
   dspark export --checkpoint downloads/dspark_qwen3_4b_block7 \\
       --target Qwen/Qwen3-4B --out runs/theirs/bundle
 """
-GATE_SEQUENCES, GATE_LENGTH = 4, 48
+GATE_SEQUENCES, GATE_LENGTH, _ROOM = 4, 48, 32
 _MOVED = ("temperatures", "data_hash", "drafter_hash")  # what write_calibration puts down itself
 
 
@@ -124,7 +124,8 @@ def gate(drafter: Drafter, folder: Path, target: Target) -> int:
     reloaded = load_draft(folder, target).drafter
     check_same(drafter, reloaded)
     generator = torch.Generator().manual_seed(0)
-    text = [torch.randint(target.vocab_size, (GATE_LENGTH,), generator=generator) for _ in range(GATE_SEQUENCES)]
+    length = GATE_LENGTH + _ROOM * (drafter.config.num_predictions // _ROOM)  # longer texts for longer blocks alone
+    text = [torch.randint(target.vocab_size, (length,), generator=generator) for _ in range(GATE_SEQUENCES)]
     _, features, offsets = target.forward_sequences(text, tuple(drafter.config.target_layer_ids))
     if features is None:
         raise DsparkError("export gate: expected a draft model that reads target layers, but it reads none.")
@@ -136,6 +137,7 @@ def gate(drafter: Drafter, folder: Path, target: Target) -> int:
 def _blocks(ids: torch.Tensor, offsets: torch.Tensor, drafter: Drafter) -> Blocks:
     """Blocks at every fifth position of every sequence, those without a full block behind them left out."""
     slots = drafter.config.num_predictions
-    anchors = torch.arange(0, GATE_LENGTH - slots - 1, 5)
+    length = len(ids) // GATE_SEQUENCES
+    anchors = torch.arange(0, length - slots - 1, 5)
     sequence = torch.arange(GATE_SEQUENCES).repeat_interleave(len(anchors))
     return blocks_at(ids, offsets, sequence, anchors.repeat(GATE_SEQUENCES), num_predictions=slots)

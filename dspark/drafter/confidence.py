@@ -7,7 +7,6 @@ the weights' hash does not change when a calibration is written.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -37,7 +36,7 @@ class ConfidenceHead(nn.Module):
     def set_temperatures(self, temperatures: Sequence[float]) -> None:
         """Raises DsparkError unless there is one positive finite number per slot."""
         values = tuple(float(t) for t in temperatures)
-        if len(values) != self.num_steps or not all(math.isfinite(t) and t > 0 for t in values):
+        if len(values) != self.num_steps or not all(1e-30 < t < 1e30 for t in values):
             raise DsparkError(
                 f"confidence temperatures: expected {self.num_steps} positive numbers, one per slot, but got "
                 f"{list(temperatures)}. Calibrate this draft model again."

@@ -9,15 +9,25 @@ have no default.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from dspark.contracts import DsparkError
 from dspark.drafter.rope import check_rope, rope_parameters_of
+from dspark.rotary import is_number
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn", "pair")
 CHANNEL_GROUP = 16  # channels that share the taps of a convolution
 ARCHITECTURES = ("dspark", "mtp")
+# Far above any model, and small enough that no product of two is too large for a tensor's size, no loop for a second.
+_MOST = {
+    **dict.fromkeys(
+        ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "markov_rank"), 2**20
+    ),
+    **dict.fromkeys(("block_size", "num_layers", "num_target_layers"), 1024),
+    **dict.fromkeys(("vocab_size", "sliding_window"), 2**31 - 1),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +95,13 @@ class DrafterConfig:
     target_fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "target_layer_ids", tuple(int(i) for i in self.target_layer_ids))
+        _check_types(self)
+        object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
         _check_sizes(self)
         _check_layer_ids(self.target_layer_ids, self.num_target_layers)
         _check_heads(self)
         _check_architecture(self)
-        check_rope(self.rope_parameters, self.head_dim)
+        check_rope(self.rope_parameters)
 
     @property
     def num_predictions(self) -> int:
@@ -120,7 +131,7 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = "drafter config") -> DrafterConfig:
-        """Raises DsparkError on an unknown or a missing key."""
+        """Raises DsparkError, opening with `where`, on an unknown or a missing key and what the class refuses."""
         if not isinstance(values, dict):
             raise DsparkError(f"{where}: expected a mapping of fields, but got {type(values).__name__}.")
         known = {f.name: f for f in fields(cls)}
@@ -133,7 +144,10 @@ class DrafterConfig:
         missing = [name for name in required if name not in values]
         if missing:
             raise DsparkError(f"{where}: expected the required fields {', '.join(missing)}, but they are absent.")
-        return cls(**values)
+        try:
+            return cls(**values)
+        except DsparkError as error:
+            raise DsparkError(f"{where}: {str(error).removeprefix('drafter config: ')}") from error
 
     @classmethod
     def for_target(cls, target: Any, **choices: Any) -> DrafterConfig:
@@ -155,9 +169,22 @@ class DrafterConfig:
         return cls.from_dict({**taken, **choices}, "drafter config for this target")
 
 
+def _check_types(config: DrafterConfig) -> None:
+    """Before anything compares or multiplies them. Types are the annotations' own words."""
+    for entry in fields(config):
+        value, wanted = getattr(config, entry.name), _TYPES.get(str(entry.type))
+        if wanted:
+            _check(entry.name, value, wanted[0](value), wanted[1])
+    ids = config.target_layer_ids
+    whole = isinstance(ids, list | tuple) and all(_is_int(i, -1) for i in ids)
+    _check("target_layer_ids", ids, whole, "a list of layer ids, whole numbers from -1 on")
+
+
 def _check_sizes(config: DrafterConfig) -> None:
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "num_target_layers"):
         _check(name, getattr(config, name), _is_int(getattr(config, name), 1), "a positive integer")
+    for name, most in _MOST.items():
+        _check(name, getattr(config, name), getattr(config, name) <= most, f"at most {most}")
     least = 1 if config.sample_from_anchor else 2
     checks = (
         ("sample_from_anchor", isinstance(config.sample_from_anchor, bool), "true or false"),
@@ -171,7 +198,7 @@ def _check_sizes(config: DrafterConfig) -> None:
         ("num_heads", config.num_heads % config.num_kv_heads == 0, f"a multiple of num_kv_heads {config.num_kv_heads}"),
         ("mask_token_id", _is_int(config.mask_token_id, 0) and config.mask_token_id < config.vocab_size,
          f"a row of the embedding, 0 <= id < vocab_size {config.vocab_size}"),
-        ("rms_norm_eps", config.rms_norm_eps > 0, "a number > 0"),
+        ("rms_norm_eps", 1e-30 <= config.rms_norm_eps <= 1, "a number from 1e-30 to 1"),
         ("sliding_window", _is_int(config.sliding_window, 0), "an integer >= 0 (0 = off)"),
         ("draft_vocab_size", _is_int(config.draft_vocab_size, 0) and config.draft_vocab_size < config.vocab_size,
          f"0 (the whole vocabulary) or below vocab_size {config.vocab_size}"),
@@ -221,10 +248,18 @@ def _check_architecture(config: DrafterConfig) -> None:
     _check("num_layers", layers, layers == slots, f"block_size {slots} {wanted} (one layer per predicted token)")
 
 
-def _is_int(value: Any, least: int) -> bool:
+def _is_int(value: Any, least: float) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _check(name: str, value: Any, ok: bool, wanted: str) -> None:
     if not ok:
         raise DsparkError(f"drafter config: expected {name} to be {wanted}, but got {value!r}.")
+
+
+_TYPES = {
+    "int": (lambda value: _is_int(value, -math.inf), "a whole number"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "str": (lambda value: isinstance(value, str), "a text"),
+    "float": (is_number, "a finite number"),
+}

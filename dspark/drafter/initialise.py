@@ -2,7 +2,8 @@
 
 A default start costs tens of nats, because the target's LM head meets hidden states it was never made for. Every part
 here can be had alone, and changes nothing but the parameters it names:
-    layers       draft layer j becomes a copy of a target layer (its convolutions stay as they are); the context norm
+    layers       draft layer j becomes a copy of a target layer (its convolutions stay as they are, and so do norms of
+                 queries and keys that the target has not: their weights are 1); the context norm
                  takes their mean input-norm weight, a layer's own context norm that layer's, so a context feature
                  enters their key and value maps as the target's own hidden states do
     fuse         fc (every layer's, with layer_fusion) passes the last tapped layer through and starts from zero on the
@@ -24,6 +25,8 @@ from dspark.contracts import DsparkError
 from dspark.drafter.bigram import Bigrams, factorise
 from dspark.drafter.model import Drafter
 from dspark.drafter.sequential import set_markov_weights
+
+_OWN = (".taps.", ".q_norm.", ".k_norm.")  # parts of a draft layer that a target layer may lack
 
 
 @torch.no_grad()
@@ -94,8 +97,8 @@ def _copy_layers(drafter: Drafter, target: Any, ids: list[int]) -> None:
     config = drafter.config
     _check_fit(drafter, target, ids)
     for layer, index in zip(drafter.draft_layers, ids, strict=True):
-        taps = {name: tensor for name, tensor in layer.state_dict().items() if ".taps." in name}
-        layer.load_state_dict(taps | _layer_state(target, index), strict=True)
+        own = {name: tensor for name, tensor in layer.state_dict().items() if any(part in name for part in _OWN)}
+        layer.load_state_dict(own | _layer_state(target, index), strict=True)
     norms = torch.stack([layer.input_layernorm.weight for layer in drafter.draft_layers]).float()
     weights = norms if config.layer_fusion else norms.mean(dim=0, keepdim=True)
     for (_, norm), weight in zip(drafter.feature_maps, weights, strict=True):
@@ -110,8 +113,8 @@ def _check_fit(drafter: Drafter, target: Any, ids: list[int]) -> None:
             f"got {ids}."
         )
     pairs = {name: name for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")}
-    pairs |= {"qk_norm": "qk_norm", "mlp_bias": "mlp_bias", "attention_bias": "qkv_bias"}
-    pairs |= {"attention_out_bias": "output_bias"}
+    pairs |= {"mlp_bias": "mlp_bias", "attention_bias": "qkv_bias", "attention_out_bias": "output_bias"}
+    pairs |= {"qk_norm": "qk_norm"} if theirs.qk_norm else {}  # norms that the target lacks can be added
     for mine, other in pairs.items():
         if getattr(ours, mine) != getattr(theirs, other):
             raise DsparkError(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dspark.contracts import DsparkError
+from dspark.rotary import check_rotary
 
 _CHUNK = 64  # positions per table chunk: small enough that no thread count splits it
 _REQUIRED: dict[str, tuple[str, ...]] = {
@@ -27,10 +28,13 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 _OPTIONAL: dict[str, tuple[str, ...]] = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate")}
 
 
-def check_rope(parameters: dict[str, Any], head_dim: int) -> None:
-    """Raises DsparkError unless the parameters are {"rope_theta", "rope_type"} and what the type needs, no more."""
+def check_rope(parameters: Any) -> None:
+    """Raises DsparkError unless the parameters are {"rope_theta", "rope_type"} and what the type needs, no more, each
+    value in its range."""
+    if not isinstance(parameters, dict):
+        raise DsparkError(f"drafter config: expected rope_parameters to be an object, but got {parameters!r}.")
     kind = parameters.get("rope_type")
-    if kind not in _REQUIRED:
+    if not isinstance(kind, str) or kind not in _REQUIRED:
         raise DsparkError(
             f"drafter config: expected rope_parameters.rope_type to be one of {', '.join(_REQUIRED)}, but got {kind!r}."
         )
@@ -41,6 +45,7 @@ def check_rope(parameters: dict[str, Any], head_dim: int) -> None:
             f"drafter config: expected rope_parameters of type {kind} to hold {', '.join(sorted(required))}, but got "
             f"{', '.join(sorted(map(str, parameters)))}."
         )
+    check_rotary(parameters, "drafter config: rope_parameters")
 
 
 def rope_parameters_of(rope: Any) -> dict[str, Any]:

@@ -20,14 +20,16 @@ from dspark.drafter.identity import drafter_hash, identity_hash, tensor_hashes
 from dspark.drafter.model import Drafter
 from dspark.export.gate import check_parity
 from dspark.export.tensors import (
+    check_depth,
     check_hashes,
     check_shapes,
+    expected_shapes,
     finite_state,
     load_tensors,
     save_tensors,
-    shapes,
 )
 from dspark.files import atomic_dir, atomic_write, canonical_json, read_json, sha256_file
+from dspark.rotary import is_number
 
 __all__ = [
     "Bundle", "check_gamma", "check_parity", "check_target", "drafter_hash", "is_bundle", "load_bundle", "save_bundle",
@@ -116,7 +118,8 @@ def check_target(bundle: Bundle, target: Any) -> None:
     if wanted and wanted != target.fingerprint:
         raise DsparkError(
             f"{bundle.path}: expected the target it was trained for (fingerprint {wanted[:12]}), but got {target.name} "
-            f"({target.fingerprint[:12]}). Give that target in the same dtype, or train a draft model for this one."
+            f"({target.fingerprint[:12]}). It was {target.told_apart(wanted, str(bundle.meta.get('dtype', '')))}. "
+            "Or train a draft model for this one."
         )
 
 
@@ -137,23 +140,38 @@ def _load(directory: Path) -> tuple[Drafter, dict[str, Any]]:
     if identity_hash(config, manifest["tensors"]) != manifest["drafter_hash"]:
         raise DsparkError(f"{directory}: expected the config it was exported with, but {CONFIG} has been changed.")
     state = load_tensors(directory / WEIGHTS)
-    drafter = Drafter(config)
-    check_shapes(directory / WEIGHTS, shapes(drafter.state_dict()), state)
+    check_depth(directory / WEIGHTS, config, state)
+    check_shapes(directory / WEIGHTS, expected_shapes(config), state)
     check_hashes(directory / WEIGHTS, state, manifest["tensors"])
+    drafter = Drafter(config)
     drafter.to(state["fc.weight"].dtype).load_state_dict(state, strict=True)
     return drafter, manifest
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
+    if not directory.exists():
+        raise DsparkError(f"{directory}: expected a draft model's folder, but there is nothing. Check the path.")
+    if directory.is_file():
+        raise DsparkError(
+            f"{directory}: expected a draft model's folder, but got a file. A training checkpoint becomes one with: "
+            f"dspark export --checkpoint {directory} --out DIR."
+        )
     if not (directory / MANIFEST).is_file():
         raise DsparkError(
             f"{directory}: expected a draft model ({MANIFEST}, {CONFIG}, {WEIGHTS}), but found none. "
             "Train and export one first, or check the path."
         )
     manifest = read_json(directory / MANIFEST, "draft model manifest")
-    keys = ("drafter_hash", "tensors", "meta")
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or any(k not in manifest for k in keys):
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DsparkError(f"{directory / MANIFEST}: expected format {FORMAT}. This is no draft model of ours.")
+    for key, kind in (("drafter_hash", str), ("tensors", dict), ("meta", dict)):
+        if not isinstance(manifest.get(key), kind):
+            raise DsparkError(
+                f"{directory / MANIFEST}: expected {key} to be {'a text' if kind is str else 'an object'}, but got "
+                f"{manifest.get(key)!r}. The file is damaged: export it again."
+            )
+    if not all(isinstance(text, str) for text in manifest["tensors"].values()):
+        raise DsparkError(f"{directory / MANIFEST}: expected a hash per tensor. It is damaged: export again.")
     return manifest
 
 
@@ -171,7 +189,11 @@ def _read_calibration(directory: Path, drafter: Drafter, identity: str) -> dict[
     if drafter.confidence_head is None:
         raise DsparkError(f"{path}: expected no calibration for a draft model without a confidence head. Remove it.")
     temperatures = calibration.get("temperatures")
-    if not isinstance(temperatures, list) or not all(isinstance(t, int | float) for t in temperatures):
+    if not isinstance(temperatures, list) or not all(map(is_number, temperatures)):
         raise DsparkError(f"{path}: expected a list of temperatures, but got {temperatures!r}. Calibrate again.")
+    if not isinstance(calibration.get("data_hash"), str):
+        raise DsparkError(
+            f"{path}: expected data_hash to be a text, but got {calibration.get('data_hash')!r}. Calibrate again."
+        )
     drafter.confidence_head.set_temperatures(temperatures)
     return calibration

@@ -20,7 +20,7 @@ from dspark.drafter.model import Drafter
 from dspark.export.bundle import drafter_hash
 from dspark.export.folder import CONFIG, WEIGHTS, dtype_name, read_config, read_weights, write_folder
 from dspark.export.qwen3 import layer_keys, only, read_layers, take, unsayable
-from dspark.export.tensors import check_shapes, expected_shapes, finite_state
+from dspark.export.tensors import check_depth, check_shapes, expected_shapes, finite_state
 from dspark.target.decoder import Target
 
 KIND = "deepspec"
@@ -81,6 +81,7 @@ def read_deepspec(directory: str | Path) -> tuple[DrafterConfig, dict[str, Tenso
     directory = Path(directory)
     config = deepspec_config(read_config(directory), str(directory / CONFIG))
     tensors = read_weights(directory)
+    check_depth(directory / WEIGHTS, config, tensors)
     lent = dict.fromkeys((EMBED, HEAD), (config.vocab_size, config.hidden_size))
     check_shapes(directory / WEIGHTS, {**expected_shapes(config), **lent}, tensors)
     embed, head = tensors.pop(EMBED), tensors.pop(HEAD)
@@ -98,18 +99,19 @@ def deepspec_config(raw: dict[str, Any], where: str) -> DrafterConfig:
     # Keys of vLLM's that the reference does not know; other values than these would be another draft model.
     known = {"draft_vocab_size": layers["vocab_size"], "target_hidden_size": layers["hidden_size"]}
     only(raw, {"sample_from_anchor": True, "dspark_draft_topk": None, **known}, where)
-    config = DrafterConfig(
+    fields = {
         **layers,
-        sample_from_anchor=True,
-        block_size=take(raw, "block_size", int, where),
-        mask_token_id=take(raw, "mask_token_id", int, where),
-        target_layer_ids=tuple(take(raw, "target_layer_ids", list, where)),
-        num_target_layers=take(raw, "num_target_layers", int, where),
-        markov_rank=take(raw, "markov_rank", int, where),
-        markov_head=take(raw, "markov_head_type", str, where, "vanilla"),
-        confidence_head=take(raw, "enable_confidence_head", bool, where, False),
-        confidence_with_markov=take(raw, "confidence_head_with_markov", bool, where, False),
-    )
+        "sample_from_anchor": True,
+        "block_size": take(raw, "block_size", int, where),
+        "mask_token_id": take(raw, "mask_token_id", int, where),
+        "target_layer_ids": tuple(take(raw, "target_layer_ids", list, where)),
+        "num_target_layers": take(raw, "num_target_layers", int, where),
+        "markov_rank": take(raw, "markov_rank", int, where),
+        "markov_head": take(raw, "markov_head_type", str, where, "vanilla"),
+        "confidence_head": take(raw, "enable_confidence_head", bool, where, False),
+        "confidence_with_markov": take(raw, "confidence_head_with_markov", bool, where, False),
+    }
+    config = DrafterConfig.from_dict(fields, where)
     if refused := refusals(config):
         raise DsparkError(f"{where}: expected a draft model that the layout knows, but it has {'; '.join(refused)}.")
     return config

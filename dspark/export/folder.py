@@ -36,8 +36,13 @@ def write_folder(
         "drafter_hash": drafter_hash,
         "tensors": tensor_hashes(tensors),
     }
-    with atomic_dir(directory) as temporary:
+    try:
         text = json.dumps(config, indent=2, sort_keys=True, allow_nan=False)
+    except ValueError as error:  # the draft model's own fields are finite
+        raise DsparkError(
+            f"export: expected finite numbers in the target's config.json, but got NaN or infinity ({error})."
+        ) from error
+    with atomic_dir(directory) as temporary:
         (temporary / CONFIG).write_text(text + "\n", encoding="utf-8")
         save_tensors(temporary / WEIGHTS, tensors, {"format": "pt"})  # transformers opens no file without this entry
         (temporary / RECORD).write_text(canonical_json(record) + "\n", encoding="utf-8")

@@ -26,6 +26,18 @@ from dspark.target.decoder import Target
 from dspark.training.checkpoint import load_drafter
 
 FORMATS = ("bundle", deepspec.KIND, speculators.KIND)
+_SAYABLE = {
+    "architecture": "dspark",
+    "input_fusion": "false",
+    "layer_fusion": "false",
+    "convolution": "false",
+    "candidates": "0",
+    "markov_head": "vanilla",
+    "qk_norm": "true",
+    "sliding_window": "0",
+    "sample_from_anchor": "true",
+    "draft_vocab_size": "0",
+}  # a field of recipes, and the value of it that every format can hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +93,17 @@ def check_sayable(kind: str, config: DrafterConfig) -> None:
     if fields:
         raise DsparkError(
             f"export: expected a draft model that the {kind} format can hold, but it has {'; '.join(fields)}. "
-            "Export it as a bundle, or train one without: each is a setting of its recipe."
+            f"Export it as a bundle, or train one that can be said: {'; '.join(map(_remedy, fields))} "
+            "(in model.init_args.drafter; recipes/engines.yaml is such a recipe)."
         )
+
+
+def _remedy(refused: str) -> str:
+    """The recipe's field that avoids what a format refuses. refused: a clause that opens with the field's name."""
+    name = refused.split()[0]
+    if name in ("attention_bias", "mlp_bias"):
+        return f"{name} is the target's own, so a bundle alone fits this target"
+    return f"{name}: {_SAYABLE[name]}"
 
 
 def notes(kind: str, draft: Draft) -> list[str]:

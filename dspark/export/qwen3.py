@@ -33,6 +33,7 @@ _KINDS: dict[type, str] = {
     dict: "an object",
 }
 _NEEDED: Any = object()
+_LARGEST = 2**31 - 1
 
 
 def unsayable(config: DrafterConfig) -> list[str]:
@@ -83,8 +84,9 @@ def read_layers(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     another type, or of a value that our layers do not compute."""
     only(raw, {"model_type": "qwen3", "hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1}, where)
     sliding = take(raw, "use_sliding_window", bool, where, False)
-    kinds = raw.get("layer_types") or ["sliding_attention" if sliding else "full_attention"]
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+    kinds = raw.get("layer_types")
+    kinds = ["sliding_attention" if sliding else "full_attention"] if kinds is None else kinds
+    if not isinstance(kinds, list) or not kinds or any(kind != "full_attention" for kind in kinds):
         raise DsparkError(f"{where}: expected layer_types all full_attention, but got {kinds!r}.")
     bias = take(raw, "attention_bias", bool, where, False)
     return {
@@ -99,7 +101,9 @@ def read_layers(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def read_rope_parameters(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """RoPE from either schema, as DrafterConfig keeps it. Raises DsparkError when both are there and disagree."""
-    found = [_flat_rope(raw, key, where) for key in ("rope_parameters", "rope_scaling") if raw.get(key)]
+    found = [
+        _flat_rope(raw, key, where) for key in ("rope_parameters", "rope_scaling") if raw.get(key) not in (None, {})
+    ]
     found = found or [{"rope_type": "default", "rope_theta": raw.get("rope_theta")}]
     rope = found[0]
     if rope["rope_theta"] is None:
@@ -135,6 +139,8 @@ def take(raw: Mapping[str, Any], name: str, kind: type, where: str, default: Any
     fits = type(value) is kind or (kind is float and type(value) is int)
     if not fits or (kind is list and any(type(item) is not int for item in value)):
         raise DsparkError(f"{where}: expected {name} to be {_KINDS[kind]}, but got {value!r}.")
+    if type(value) is int and abs(value) > _LARGEST:
+        raise DsparkError(f"{where}: expected {name} to be a number up to {_LARGEST}, but got {value}.")
     return value
 
 

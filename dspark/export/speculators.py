@@ -26,7 +26,7 @@ from dspark.drafter.model import Drafter
 from dspark.export.bundle import drafter_hash
 from dspark.export.folder import CONFIG, WEIGHTS, dtype_name, read_config, read_weights, write_folder
 from dspark.export.qwen3 import layer_keys, only, read_layers, take, unsayable
-from dspark.export.tensors import check_shapes, expected_shapes, finite_state
+from dspark.export.tensors import check_depth, check_shapes, expected_shapes, finite_state
 from dspark.target.decoder import Target
 
 KIND = "speculators"
@@ -37,7 +37,7 @@ EMBED, HEAD, OFFSETS, HELD = "embed_tokens.weight", "lm_head.weight", "d2t", "t2
 def refusals(config: DrafterConfig) -> list[str]:
     """What of this draft model the layout cannot say, or says of another computation."""
     steps = config.markov_rank and config.markov_head == "rnn" and not config.sample_from_anchor
-    text = "an rnn head with sample_from_anchor false (there its state also steps over the anchor's slot)"
+    text = "markov_head rnn with sample_from_anchor false (there its state also steps over the anchor's slot)"
     return [*unsayable(config), *([text] if steps else [])]
 
 
@@ -94,6 +94,7 @@ def read_speculators(
     directory = Path(directory)
     config = speculators_config(read_config(directory), num_target_layers, str(directory / CONFIG))
     tensors = read_weights(directory)
+    check_depth(directory / WEIGHTS, config, tensors)
     check_shapes(directory / WEIGHTS, _layout(config, tensors), tensors)
     lent = {name: tensors.pop(name) for name in (EMBED, HEAD) if name in tensors}
     if config.draft_vocab_size:
@@ -112,19 +113,20 @@ def speculators_config(raw: dict[str, Any], num_target_layers: int, where: str) 
     only(raw, {"target_hidden_size": layers["hidden_size"], "dspark_draft_topk": None}, where)
     columns = take(raw, "draft_vocab_size", int, where, layers["vocab_size"])
     confidence = take(raw, "enable_confidence_head", bool, where)
-    config = DrafterConfig(
+    fields = {
         **layers,
-        sample_from_anchor=take(raw, "sample_from_anchor", bool, where, False),
-        block_size=take(raw, "block_size", int, where),
-        mask_token_id=take(raw, "mask_token_id", int, where),
-        target_layer_ids=tuple(i - 1 for i in take(raw, "aux_hidden_state_layer_ids", list, where)),
-        num_target_layers=num_target_layers,
-        markov_rank=take(raw, "markov_rank", int, where),
-        markov_head=take(raw, "markov_head_type", str, where, "vanilla"),
-        confidence_head=confidence,
-        confidence_with_markov=confidence and take(raw, "confidence_head_with_markov", bool, where),
-        draft_vocab_size=0 if columns == layers["vocab_size"] else columns,
-    )
+        "sample_from_anchor": take(raw, "sample_from_anchor", bool, where, False),
+        "block_size": take(raw, "block_size", int, where),
+        "mask_token_id": take(raw, "mask_token_id", int, where),
+        "target_layer_ids": tuple(i - 1 for i in take(raw, "aux_hidden_state_layer_ids", list, where)),
+        "num_target_layers": num_target_layers,
+        "markov_rank": take(raw, "markov_rank", int, where),
+        "markov_head": take(raw, "markov_head_type", str, where, "vanilla"),
+        "confidence_head": confidence,
+        "confidence_with_markov": confidence and take(raw, "confidence_head_with_markov", bool, where),
+        "draft_vocab_size": 0 if columns == layers["vocab_size"] else columns,
+    }
+    config = DrafterConfig.from_dict(fields, where)
     _check_proposal(raw, config, where)
     if refused := refusals(config):
         raise DsparkError(f"{where}: expected a draft model that ours can be, but it has {'; '.join(refused)}.")

@@ -56,6 +56,16 @@ def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
         return shapes(Drafter(config).state_dict())
 
 
+def check_depth(where: Path, config: DrafterConfig, got: Mapping[str, Tensor]) -> None:
+    """Raises DsparkError unless the file has as many draft layers as the config says: told before any is built."""
+    found = len({name.split(".")[1] for name in got if name.startswith("layers.")})
+    if found != config.num_layers:
+        raise DsparkError(
+            f"{where}: expected tensors of {config.num_layers} draft layers (num_layers, num_hidden_layers in other "
+            f"formats), but got {found}. Config and weights are not of one model: export it again."
+        )
+
+
 def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 

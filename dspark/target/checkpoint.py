@@ -65,8 +65,8 @@ class Checkpoint:
         home = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(home, dict) or not home:
             raise DsparkError(f"target weight index: expected a weight_map in {path}, but got none.")
-        for shard in set(home.values()):
-            if not isinstance(shard, str) or Path(shard).name != shard:
+        for shard in home.values():
+            if not isinstance(shard, str) or shard in ("", ".", "..") or any(c in shard for c in "/\\\0"):
                 raise DsparkError(f"target weight index: expected plain file names in {path}, but got {shard!r}.")
         return home
 

@@ -93,6 +93,21 @@ class Target:
     def _fingerprint(self) -> str:
         return fingerprint(self.config, self._tensors)
 
+    def told_apart(self, wanted: str, dtype: str = "") -> str:
+        """Why the target of fingerprint `wanted` is another, for an error. dtype: the wanted one's, where it is known.
+
+        The other dtype's fingerprint is that of these weights rounded or widened, so a checkpoint that stores more than
+        bfloat16 and was loaded so is recognised by `dtype` alone."""
+        mine, other = str(self.dtype).removeprefix("torch."), torch.bfloat16
+        other = torch.float32 if self.dtype == other else other
+        name = str(other).removeprefix("torch.")
+        recast = {key: tensor.to(other) for key, tensor in self._tensors.items()}
+        if fingerprint(self.config, recast) == wanted:
+            return f"the same target in {name}, not {mine}: give --dtype {name} (in a recipe: dtype or target_dtype)"
+        if dtype and dtype != mine:
+            return f"one in {dtype}, not {mine}: give --dtype {dtype} (in a recipe: dtype or target_dtype) first"
+        return "another one, or these weights from another file: give the one that was named in training"
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every fused weight with its name."""
         return iter(self._tensors.items())

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dspark.contracts import DsparkError
+from dspark.rotary import is_number
 from dspark.target.rope import RopeConfig, read_rope
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
@@ -29,6 +30,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {**_QWEN, "head_dim": 128},
     "MistralForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
 }
+_LARGEST = 2**31 - 1
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -95,7 +97,7 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
         num_heads=heads,
         num_kv_heads=_positive(merged, "num_key_value_heads", heads),
         head_dim=_positive(merged, "head_dim", sizes["hidden_size"] // heads),
-        rms_norm_eps=float(merged.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_epsilon(merged),
         max_position_embeddings=_positive(merged, "max_position_embeddings"),
         rope=read_rope(merged),
         windows=_windows(architecture, merged, layers),
@@ -164,9 +166,18 @@ def _window_of(kind: str, window: int) -> int:
     )
 
 
+def _epsilon(merged: Mapping[str, Any]) -> float:
+    value = merged.get("rms_norm_eps", 1e-6)
+    if not is_number(value) or not 1e-30 <= value <= 1:
+        raise DsparkError(f"target config: expected rms_norm_eps to be a number from 1e-30 to 1, but got {value!r}.")
+    return float(value)
+
+
 def _positive(merged: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = merged.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise DsparkError(f"target config: expected {key} to be a whole number >= 1, but got {value!r}.")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
+        raise DsparkError(
+            f"target config: expected {key} to be a whole number >= 1 and below 2**31, but got {value!r}."
+        )
     return value

@@ -17,9 +17,14 @@ import torch
 from torch import Tensor
 
 from dspark.contracts import DsparkError
+from dspark.rotary import check_rotary, is_number
 
 KINDS = ("default", "linear", "llama3", "yarn")
 _DEFAULT_THETA = 10000.0
+_NUMBERS = (
+    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
+    "mscale", "mscale_all_dim",
+)  # fmt: skip
 _NEEDED = {
     "default": (),
     "linear": ("factor",),
@@ -110,7 +115,7 @@ def _resolve(raw: Mapping[str, Any], key: str) -> RopeConfig:
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise DsparkError(f"target config: expected {key} to be one flat dict for all layers, but got {given!r}.")
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise DsparkError(f"target config: expected a rope type of {', '.join(KINDS)}, but got {kind!r} in {key}.")
     for place in (raw, given):
         if place.get("partial_rotary_factor") not in (None, 1, 1.0):
@@ -118,11 +123,38 @@ def _resolve(raw: Mapping[str, Any], key: str) -> RopeConfig:
                 f"target config: expected whole heads to be rotated, but got partial_rotary_factor "
                 f"{place['partial_rotary_factor']}. Partial rotary is not supported."
             )
-    missing = [name for name in _NEEDED[kind] if name not in given]
+    nullable = {"factor"} if kind == "yarn" else set()  # then it is what the context grew by
+    missing = [name for name in _NEEDED[kind] if name not in given or (given[name] is None and name not in nullable)]
     if missing:
         raise DsparkError(f"target config: expected {key} of type {kind} to hold {missing}, but got {dict(given)}.")
-    theta = given.get("rope_theta") or raw.get("rope_theta") or _DEFAULT_THETA
-    return _BUILD.get(kind, _build_plain)(kind, float(theta), given, raw)
+    theta = next((place["rope_theta"] for place in (given, raw) if place.get("rope_theta") is not None), _DEFAULT_THETA)
+    _check_numbers({"rope_theta": theta, **given}, raw, key)
+    rope = _BUILD.get(kind, _build_plain)(kind, float(theta), given, raw)
+    check_rotary(_as_read(rope), f"target config: {key}")
+    return rope
+
+
+def _check_numbers(given: Mapping[str, Any], raw: Mapping[str, Any], key: str) -> None:
+    """Before any is converted. null counts as absent."""
+    lengths = ("original_max_position_embeddings", "max_position_embeddings")
+    for name, value in [*given.items(), *((name, raw.get(name)) for name in lengths)]:
+        numeric = name in _NUMBERS or name in lengths
+        if numeric and value is not None and not is_number(value):
+            raise DsparkError(f"target config: expected {name} ({key}) to be a finite number, but got {value!r}.")
+        if numeric and value is not None and abs(value) > 1e30:
+            raise DsparkError(f"target config: expected {name} ({key}) to be at most 1e30, but got {value!r}.")
+
+
+def _as_read(rope: RopeConfig) -> dict[str, Any]:
+    """What the kind reads, under config.json's names: ``check_rotary``'s argument."""
+    found = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.kind != "default":
+        found["factor"] = rope.factor
+    if rope.kind == "llama3":
+        found |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind == "yarn":
+        found |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "attention_factor": rope.attention_factor}
+    return found | ({"original_max_position_embeddings": rope.original_max} if rope.original_max else {})
 
 
 def _build_plain(kind: str, theta: float, given: Mapping[str, Any], raw: Mapping[str, Any]) -> RopeConfig:
@@ -142,20 +174,26 @@ def _build_llama3(kind: str, theta: float, given: Mapping[str, Any], raw: Mappin
 
 def _build_yarn(kind: str, theta: float, given: Mapping[str, Any], raw: Mapping[str, Any]) -> RopeConfig:
     original = _original_max(given, raw)
-    factor = float(given["factor"] or raw["max_position_embeddings"] / original)
+    ratio = (raw.get("max_position_embeddings") or original) / original
+    factor = float(ratio if given["factor"] is None else given["factor"])
     scale = given.get("attention_factor")
     if scale is None:
-        scale = _yarn_scale(factor, given.get("mscale"), given.get("mscale_all_dim"))
+        scale = _yarn_scale(max(factor, 1.0), given.get("mscale"), given.get("mscale_all_dim"))
     return RopeConfig(
         kind,
         theta,
         factor,
         original,
-        beta_fast=float(given.get("beta_fast") or 32.0),
-        beta_slow=float(given.get("beta_slow") or 1.0),
+        beta_fast=float(_or(given.get("beta_fast"), 32.0)),
+        beta_slow=float(_or(given.get("beta_slow"), 1.0)),
         truncate=bool(given.get("truncate", True)),
         attention_factor=float(scale),
     )
+
+
+def _or(value: Any, default: float) -> Any:
+    """null counts as absent, 0 does not."""
+    return default if value is None else value
 
 
 _BUILD = {"llama3": _build_llama3, "yarn": _build_yarn}

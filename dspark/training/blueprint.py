@@ -22,7 +22,8 @@ def draft_config(shape: DrafterOptions, target: Target) -> DrafterConfig:
             f"drafter.mask_token_id: expected an id no text uses, but got the stop id {shape.mask_token_id}."
         )
     mine = target.config
-    kept = {"qk_norm": mine.qk_norm, "attention_bias": mine.qkv_bias, "mlp_bias": mine.mlp_bias}
+    norm = mine.qk_norm if shape.qk_norm is None else shape.qk_norm
+    kept = {"qk_norm": norm, "attention_bias": mine.qkv_bias, "mlp_bias": mine.mlp_bias}
     kept |= {"attention_out_bias": mine.output_bias}
     width = shape.draft_vocab_size if shape.draft_vocab_size < target.vocab_size else 0
     return DrafterConfig.for_target(target, **{**asdict(shape), **kept, "draft_vocab_size": width})

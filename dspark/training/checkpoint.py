@@ -63,10 +63,9 @@ def load_drafter(source: str | Path, target: Target) -> Drafter:
     if config.target_fingerprint and config.target_fingerprint != target.fingerprint:
         raise DsparkError(
             f"{path}: expected the target it was trained for ({config.target_fingerprint[:12]}…), but got "
-            f"{target.name} ({target.fingerprint[:12]}…). Use that target and target_dtype, or train for this one."
+            f"{target.name} ({target.fingerprint[:12]}…). It was {target.told_apart(config.target_fingerprint)}."
         )
-    drafter = Drafter(config)
-    _fill(drafter, tensors, path)
+    drafter = _filled(config, tensors, path)
     return drafter.bind(target.embed_weight, target.head_weight).eval()
 
 
@@ -78,13 +77,17 @@ def served(drafter: Drafter, target: Target) -> Drafter:
         return running.to(target.dtype).bind(target.embed_weight, target.head_weight).eval()
 
 
-def _fill(drafter: Drafter, tensors: dict[str, Tensor], path: Path) -> None:
-    wanted = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
+def _filled(config: DrafterConfig, tensors: dict[str, Tensor], path: Path) -> Drafter:
+    """Names and shapes are compared before any weight is made."""
+    with torch.device("meta"):
+        wanted = {name: tuple(t.shape) for name, t in Drafter(config).state_dict().items()}
     got = {name: tuple(t.shape) for name, t in tensors.items()}
     wrong = sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
     if wrong:
         raise DsparkError(f"{path}: expected exactly the draft model's tensors, but these differ: {', '.join(wrong)}.")
+    drafter = Drafter(config)
     drafter.load_state_dict(tensors)
+    return drafter
 
 
 def _bundle(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -35,6 +35,8 @@ class DrafterOptions:
         confidence_with_markov: the confidence head also reads the previous token's Markov embedding.
         stop_gradient: keep the confidence loss out of the draft layers (disputed; the reference does not).
         sliding_window: context tokens a block may see; 0 is all.
+        qk_norm: per-head norm of queries and keys, as Qwen3 layers have; null: as the target. Other engines' formats
+            need true; copied layers without such norms then start with norms of weight 1.
         input_fusion: block inputs are projections of the last context feature and the anchor, not mask embeddings.
         layer_fusion: each draft layer mixes the tapped target layers with a map of its own, not one shared by all.
         convolution: two-tap convolutions along the block around each sublayer; needs a hidden size that 16 divides.
@@ -54,6 +56,7 @@ class DrafterOptions:
     confidence_with_markov: bool = True
     stop_gradient: bool = False
     sliding_window: int = 0
+    qk_norm: bool | None = None
     input_fusion: bool = False
     layer_fusion: bool = False
     convolution: bool = False

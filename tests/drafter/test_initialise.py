@@ -93,14 +93,27 @@ def test_layers_are_copied_into_a_model_with_options():
 
 def test_shapes_must_fit():
     target = make_target()
+    normed = make_target("Qwen3ForCausalLM")
     with pytest.raises(DsparkError, match="qk_norm"):
-        initialise_from_target(make_drafter(target, qk_norm=True), target)
+        initialise_from_target(make_drafter(normed, qk_norm=False), normed)
     with pytest.raises(DsparkError, match="head_dim 8"):
         initialise_from_target(make_drafter(target, head_dim=4), target)
     for layers in ([3], [3, 4]):
         with pytest.raises(DsparkError, match="target layer ids"):
             initialise_from_target(make_drafter(target), target, layers=layers)
     initialise_from_target(make_drafter(target, head_dim=4), target, layers=())
+
+
+def test_norms_that_the_target_lacks_start_at_one():
+    target = make_target()
+    plain, normed = make_drafter(target), make_drafter(target, qk_norm=True)
+    for drafter in (plain, normed):
+        initialise_from_target(drafter, target)
+    before, after = plain.state_dict(), normed.state_dict()
+    added = after.keys() - before.keys()
+    assert len(added) == 2 * normed.config.num_layers
+    assert all(bool((after[name] == 1).all()) for name in added)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
 def test_bigram_counts():

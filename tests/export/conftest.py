@@ -30,6 +30,9 @@ TARGET: dict[str, Any] = {
 class FakeTarget:
     """What the bundle asks of a target."""
 
+    def told_apart(self, wanted: str, dtype: str = "") -> str:
+        return f"in {dtype}"
+
     name, fingerprint = "tiny", "f" * 64
 
     def __init__(self) -> None:

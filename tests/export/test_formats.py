@@ -155,6 +155,34 @@ def test_check_sayable(make_target, make_draft):
         check_sayable("deepspec", make_draft(target, input_fusion=True, draft_vocab_size=12).config)
 
 
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"input_fusion": True}, "input_fusion: false"),
+    ({"layer_fusion": True}, "layer_fusion: false"),
+    ({"convolution": True}, "convolution: false"),
+    ({"candidates": 3}, "candidates: 0"),
+    ({"markov_head": "pair"}, "markov_head: vanilla"),
+    ({"markov_head": "rnn", "sample_from_anchor": False}, "markov_head: vanilla|sample_from_anchor: true"),
+    ({"qk_norm": False}, "qk_norm: true"),
+    ({"attention_bias": True}, "attention_bias is the target's own"),
+    ({"mlp_bias": True}, "mlp_bias is the target's own"),
+    ({"sliding_window": 4}, "sliding_window: 0"),
+    ({"architecture": "mtp", "num_layers": 4}, "architecture: dspark"),
+]
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize(("fields", "remedy"), REFUSED)
+def test_a_refusal_names_the_recipes_field(make_target, make_draft, kind, fields, remedy):
+    with pytest.raises(DsparkError, match=rf"can be said: ({remedy})"):
+        check_sayable(kind, make_draft(make_target(), **fields).config)
+
+
+def test_what_the_flat_layout_alone_refuses_has_a_field_too(make_target, make_draft):
+    config = make_draft(make_target(), sample_from_anchor=False, draft_vocab_size=12).config
+    with pytest.raises(DsparkError, match=r"sample_from_anchor: true; draft_vocab_size: 0 .in model"):
+        check_sayable("deepspec", config)
+
+
 # The command
 
 

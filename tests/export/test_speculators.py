@@ -183,7 +183,7 @@ def change_config(folder: Path, path: str, value: Any) -> None:
         ("speculators_config", None, "expected speculators_config"),
         ("speculators_config.proposal_methods", [], "expected speculative_tokens"),
         ("markov_head_type", "pair", "but it has markov_head pair"),
-        ("markov_head_type", "rnn", "an rnn head with sample_from_anchor false"),
+        ("markov_head_type", "rnn", "markov_head rnn with sample_from_anchor false"),
     ],
 )
 def test_configs_that_are_not_read(written, path, value, message):

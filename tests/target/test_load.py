@@ -109,7 +109,11 @@ def test_broken_shard_indexes(save_checkpoint):
     index = json.loads(path.read_text())
     home = index["weight_map"]
     other = next(shard for shard in home.values() if shard != home["model.norm.weight"])
-    wrongs = {"../elsewhere.safetensors": "plain file names", "gone.safetensors": "gone", other: "without it"}
+    outside = ("../elsewhere.safetensors", "/etc/passwd", "..", ".", "", "a/b", "a\x00b", None, 3, ["x"], {})
+    for wrong in outside:
+        path.write_text(json.dumps({"weight_map": {**home, "model.norm.weight": wrong}}))
+        refused(directory, "plain file name")
+    wrongs = {"gone.safetensors": "gone", other: "without it"}
     for wrong, says in wrongs.items():
         path.write_text(json.dumps({"weight_map": {**home, "model.norm.weight": wrong}}))
         refused(directory, says)
