@@ -23,7 +23,7 @@ from dspark.contracts import DsparkError
 _CHUNK = 1 << 20  # bytes read at a time when hashing
 
 
-def atomic_write(path: str | Path, data: bytes | str) -> None:
+def atomic_write(path: str | Path, data: bytes | memoryview | str) -> None:
     """Writes `data` (text as UTF-8) to `path`: afterwards the file holds all of it, or what it held before.
 
     Missing parent folders are made. Raises DsparkError when the place cannot be written.

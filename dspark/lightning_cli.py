@@ -23,6 +23,7 @@ from pydoc import locate
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -33,6 +34,7 @@ from dspark.files import atomic_write
 from dspark.recipe import SUFFIXES, read_recipe
 from dspark.recipe_errors import explain
 from dspark.recipe_help import recipe_page, verb_page
+from dspark.training.checkpoint_io import AtomicCheckpointIO
 
 LOG_DIR = "tb_logs"
 SEED = 0
@@ -197,6 +199,10 @@ class RecipeCLI(LightningCLI):
         if trainer.get("enable_progress_bar") is not False and not bars:
             self.trainer_defaults["callbacks"] = [TQDMProgressBar(refresh_rate=1 if sys.stderr.isatty() else 20)]
 
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Any:
+        config["plugins"] = with_checkpoint_io(config.get("plugins"), config.get("strategy"))
+        return super()._instantiate_trainer(config, callbacks)
+
     def after_instantiate_classes(self) -> None:
         root = Path(self.trainer.default_root_dir)
         if root.exists() and not root.is_dir():
@@ -251,6 +257,13 @@ class RecipeCLI(LightningCLI):
         path = self.config[self.verb].get("ckpt_path")
         details = "; ".join(line.strip().rstrip(".:") for line in text.splitlines()[1:4])
         return f"{path}: expected the weights of the recipe's model, but {details}. Use the recipe it was trained with."
+
+
+def with_checkpoint_io(plugins: Any, strategy: Any) -> list[Any]:
+    """A trainer's plugins with the one that writes checkpoints whole, unless they or the strategy bring their own."""
+    given = plugins if isinstance(plugins, list) else [] if plugins is None else [plugins]
+    owned = [*given, getattr(strategy, "_checkpoint_io", None)]
+    return given if any(isinstance(plugin, CheckpointIO) for plugin in owned) else [*given, AtomicCheckpointIO()]
 
 
 def records_of(batches: Iterable[dict[str, Any] | None]) -> Iterator[dict[str, Any]]:
