@@ -232,7 +232,9 @@ class ConfidenceModule(FrozenTargetModule):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
         seal(checkpoint, self.drafter.config)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
         self.refuse_other_optimizer(checkpoint, self.optimizer_options)

@@ -325,11 +325,13 @@ class DrafterModule(FrozenTargetModule):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
         seal(checkpoint, self.config)
         name_moments(checkpoint, moment_order(self, self.trainer.optimizers))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises DsparkError when the checkpoint holds another draft model than the recipe describes."""
+        super().on_load_checkpoint(checkpoint)
         saved, given = checkpoint.get(CHECKPOINT_KEY, {}), self.config.to_dict()
         if saved:  # fields that came later have the defaults that describe it
             saved = DrafterConfig.from_dict(saved, "checkpoint: draft model config").to_dict()

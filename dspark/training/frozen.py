@@ -23,6 +23,7 @@ from dspark.target.load import load_target
 from dspark.training.batches import SequenceBatch
 from dspark.training.labels import TargetLaw, reduced_law, slot_mask, target_law
 from dspark.training.options import OptimizerOptions
+from dspark.training.window import mark, refuse_inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +127,22 @@ class FrozenTargetModule(LightningModule):
         if not self.training:
             self.train()
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        mark(checkpoint, self.trainer)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises DsparkError when a fit cannot go on from this checkpoint."""
+        if self.fitting:
+            refuse_inside(checkpoint, self.trainer.ckpt_path)
+
+    @property
+    def fitting(self) -> bool:
+        return self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+
     def refuse_other_optimizer(self, checkpoint: dict[str, Any], options: OptimizerOptions) -> None:
         """A resumed optimizer keeps the settings it was saved with: a recipe that asks for others is refused, for it
         would be ignored. Raises DsparkError."""
-        if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+        if not self.fitting:
             return
         saved, given = checkpoint.get("hyper_parameters", {}).get("optimizer", {}), asdict(options)
         differing = [f"{k}: saved {saved.get(k)!r}, given {v!r}" for k, v in given.items() if saved.get(k) != v]
