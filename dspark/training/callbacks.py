@@ -72,7 +72,7 @@ class LastCheckpoint(_InRootDir):
         """Where last.ckpt goes, once a trainer has said so."""
         return Path(self.dirpath) / "last.ckpt" if self.dirpath is not None else None
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:  # type: ignore[override]
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         super().on_train_batch_end(trainer, *args)
         self._stop_between_steps(trainer)
 
