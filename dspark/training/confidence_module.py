@@ -80,6 +80,7 @@ class ConfidenceModule(FrozenTargetModule):
 
     def setup(self, stage: str) -> None:
         """Load target and draft model once; freeze all but the confidence head."""
+        super().setup(stage)
         if self._running:
             return
         self.drafter = load_drafter(self.source, self.target)

@@ -106,6 +106,7 @@ class DrafterModule(FrozenTargetModule):
 
     def setup(self, stage: str) -> None:
         """Load the target and build the draft model for it, once."""
+        super().setup(stage)
         if not self._ready:
             self._ready = True
             self._blank = stage == "test"  # all of it comes from the checkpoint, so no training data are read

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -23,7 +23,11 @@ from dspark.target.load import load_target
 from dspark.training.batches import SequenceBatch
 from dspark.training.labels import TargetLaw, reduced_law, slot_mask, target_law
 from dspark.training.options import OptimizerOptions
+from dspark.training.sources import refuse_foreign
 from dspark.training.window import mark, refuse_inside
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+SPLITS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}  # read by a stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,9 @@ def capture(target: Target, batch: SequenceBatch, taps: tuple[int, ...]) -> Capt
 
 @torch.no_grad()
 def capture_sequences(target: Target, sequences: Sequence[Tensor], taps: tuple[int, ...]) -> Capture:
-    """As capture, over R sequences [S]. Raises DsparkError for ids that the target does not know."""
-    if (largest := max(int(ids.max()) for ids in sequences)) >= target.vocab_size:
-        raise DsparkError(
-            f"training data: expected token ids below the target's vocabulary of {target.vocab_size}, but got "
-            f"{largest}. The data were made with another tokenizer."
-        )
+    """As capture, over R sequences [S]. Raises DsparkError for a sequence that the target cannot read."""
+    for ids in sequences:  # a data module's samples have been looked at before, with their names
+        refuse_foreign("a sequence", ids, target.vocab_size, target.config.max_position_embeddings)
     hidden, features, offsets = target.forward_sequences(sequences, taps)
     assert features is not None, "a draft model taps at least one target layer"
     assert offsets.diff().tolist() == [len(s) for s in sequences], "captured lengths differ from the sequences' lengths"
@@ -84,6 +85,16 @@ def blocks_of(batch: SequenceBatch, seen: Capture, slots: int) -> tuple[Blocks, 
     return blocks, rows, counted & seen.finite[batch.sequence][:, None]
 
 
+def refuse_precision(trainer: Trainer) -> None:
+    """Raises DsparkError for a trainer.precision that keeps weights in another dtype than fp32: the least squares, the
+    losses and the frozen batches are not made for it."""
+    if trainer.precision not in PRECISIONS:
+        raise DsparkError(
+            f"trainer.precision: expected one of {', '.join(PRECISIONS)}, but got {trainer.precision}. The draft "
+            "model's weights are trained in fp32; what the target runs in is model.init_args.target_dtype."
+        )
+
+
 @dataclass(slots=True)
 class SkipCount:
     """Sequences seen and skipped for non-finite features, and the share past which the run stops."""
@@ -114,6 +125,16 @@ class FrozenTargetModule(LightningModule):
         self.target_source, self.target_dtype = target, target_dtype
         self.skips = SkipCount(max_skipped_share)
         self._target: Target | None = None
+
+    def setup(self, stage: str) -> None:
+        """Raises DsparkError for a precision that does not work, and for data that the target cannot read."""
+        if self._trainer is None:
+            return
+        refuse_precision(self.trainer)
+        data = getattr(self.trainer, "datamodule", None)
+        for split in SPLITS[stage] if hasattr(data, "refuse_foreign") else ():
+            if split != "val" or self.trainer.limit_val_batches:
+                data.refuse_foreign(split, self.target.vocab_size, self.target.config.max_position_embeddings)
 
     @property
     def target(self) -> Target:
