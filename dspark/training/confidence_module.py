@@ -26,6 +26,7 @@ from dspark.training.frozen import Capture, FrozenTargetModule, capture, law_rea
 from dspark.training.labels import acceptance, laws_at, observed_events
 from dspark.training.optim import make_optimizer
 from dspark.training.options import OptimizerOptions, as_options, plain
+from dspark.training.ranges import POSITIVE, check
 
 _METRICS = {"ece": SlotECE, "brier": SlotBrier, "nll": SlotNLL, "auroc": SlotAUROC,
             "predicted": SlotMeanPredicted, "observed": SlotMeanObserved}  # fmt: skip
@@ -70,6 +71,7 @@ class ConfidenceModule(FrozenTargetModule):
     ):
         super().__init__(target, target_dtype, max_skipped_share)
         self.source, self.label_kind, self.temperature = drafter, labels, temperature
+        check("model", self, temperature=POSITIVE)
         self.optimizer_options = as_options(OptimizerOptions, optimizer or OptimizerOptions(warmup_steps=5))
         self.reset_head = reset_head
         self.drafter: Drafter  # built in setup()

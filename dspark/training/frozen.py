@@ -23,6 +23,7 @@ from dspark.target.load import load_target
 from dspark.training.batches import SequenceBatch
 from dspark.training.labels import TargetLaw, reduced_law, slot_mask, target_law
 from dspark.training.options import OptimizerOptions
+from dspark.training.ranges import SHARE, check
 from dspark.training.sources import refuse_foreign
 from dspark.training.window import mark, refuse_inside
 
@@ -103,6 +104,9 @@ class SkipCount:
     seen: int = 0
     skipped: int = 0
     names: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check("max_skipped_share", self, max_share=SHARE)
 
     def update(self, batch: SequenceBatch, finite: Tensor) -> None:
         """Count one batch. Raises DsparkError when too many were skipped (judged on at least 20 sequences)."""
