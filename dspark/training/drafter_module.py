@@ -24,7 +24,7 @@ from dspark.drafter.regression import start_by_regression
 from dspark.scorecard.report import refuse_difference
 from dspark.scorecard.text import report_text
 from dspark.training.batches import SequenceBatch
-from dspark.training.blueprint import draft_config, draft_ids
+from dspark.training.blueprint import draft_config, draft_ids, refuse_contradictions
 from dspark.training.checkpoint import CHECKPOINT_KEY, name_moments, seal
 from dspark.training.drafter_test import rollout_report, write_report
 from dspark.training.feature_report import FeatureReport, announce
@@ -85,11 +85,7 @@ class DrafterModule(FrozenTargetModule):
         self.optimizer_options = as_options(OptimizerOptions, optimizer or OptimizerOptions())
         self.init = as_options(InitOptions, init or InitOptions())
         self.features = as_options(FeatureOptions, features or FeatureOptions())
-        if self.init.regression and not self.shape.input_fusion and self.shape.architecture == "dspark":
-            raise DsparkError(
-                "init.regression: expected drafter.input_fusion: true with it, but got false. Switch that on, or set "
-                "init.regression: 0."
-            )
+        refuse_contradictions(self.shape, self.init)
         self.seed = seed
         self.config: DrafterConfig  # both built in setup()
         self.drafter: Drafter

@@ -10,6 +10,8 @@ import pytest
 from dspark.contracts import DsparkError
 from dspark.training.confidence_module import ConfidenceModule
 from dspark.training.data import RoundsDataModule, TrajectoryDataModule
+from dspark.training.drafter_module import DrafterModule
+from dspark.training.options import DrafterOptions, InitOptions
 
 
 @pytest.fixture
@@ -91,3 +93,43 @@ def test_drafted_ids_are_looked_at_too(tiny: Any, target: Any, draft: Path, tmp_
 def test_validation_that_is_switched_off_reads_nothing(tiny: Any, target: Any, data_dir: Path, tmp_path: Path) -> None:
     data = TrajectoryDataModule([str(data_dir)], val=[str(tmp_path / "nowhere")], token_budget=60)
     tiny.make_trainer(tmp_path, 1, limit_val_batches=0).fit(tiny.make_module(), data)
+
+
+CONTRADICTIONS = [
+    ({"markov_rank": 0}, {}, ["markov_rank to be >= 1 with confidence_with_markov: true"]),
+    ({"confidence_head": False}, {}, ["confidence_head to be true with confidence_with_markov: true"]),
+    ({"layer_fusion": True, "num_layers": 1}, {}, ["num_layers to be at least 2 with layer_fusion"]),
+    ({"markov_head": "foo"}, {}, ["markov_head to be one of vanilla"]),
+    ({"target_layer_ids": [2, 2]}, {}, ["target_layer_ids to be strictly increasing"]),
+    ({"target_layer_ids": []}, {}, ["target_layer_ids to be strictly increasing"]),
+    ({"block_size": 0}, {}, ["block_size to be an integer >= 1"]),
+    ({"num_layers": 0, "markov_rank": -1}, {}, ["num_layers to be a positive", "markov_rank to be an integer >= 0"]),
+    ({"draft_vocab_size": 9, "candidates": 10}, {}, ["up to the 9 columns"]),
+    ({"num_layers": 2}, {"layers": [0]}, ["init.layers: expected 2 target layers"]),
+    ({}, {"layers": [-1]}, ["init.layers: expected 1 target layers from 0 on"]),
+    ({}, {"regression": 5}, ["init.regression: expected drafter.input_fusion: true"]),
+    (
+        {"architecture": "mtp", "num_layers": 2, "convolution": True, "input_fusion": True, "markov_rank": 0,
+         "sample_from_anchor": False, "block_size": 4},
+        {"layers": [0]},
+        ["sample_from_anchor to be true", "input_fusion to be false", "convolution to be false", "num_layers to be",
+         "markov_rank to be", "init.layers: expected 2"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "init", "told"), CONTRADICTIONS)
+def test_a_recipe_that_contradicts_itself_is_told_all_of_it_when_it_is_read(
+    shape: dict[str, Any], init: dict[str, Any], told: list[str]
+) -> None:
+    options = {"mask_token_id": 28, "target_layer_ids": [0, 2], "block_size": 3, "num_layers": 1, "markov_rank": 4}
+    with pytest.raises(DsparkError) as caught:
+        DrafterModule("nowhere", DrafterOptions(**{**options, **shape}), init=InitOptions(**init))
+    for words in told:
+        assert words in str(caught.value)
+
+
+def test_what_only_the_target_can_refuse_is_left_to_it() -> None:
+    shape = {"mask_token_id": 10**6, "target_layer_ids": [-1, 90], "draft_vocab_size": 10**6, "convolution": True}
+    DrafterModule("nowhere", DrafterOptions(**shape, candidates=10**5), init=InitOptions(layers=[]))
+    DrafterModule("nowhere", DrafterOptions(**shape), init=InitOptions(from_target=False, layers=[0]))
