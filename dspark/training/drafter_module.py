@@ -23,9 +23,10 @@ from dspark.drafter.model import Drafter
 from dspark.drafter.regression import start_by_regression
 from dspark.scorecard.report import refuse_difference
 from dspark.scorecard.text import report_text
+from dspark.training.adopt import refuse_other_shape, saved_config, shape_of
 from dspark.training.batches import SequenceBatch
 from dspark.training.blueprint import draft_config, draft_ids, refuse_contradictions
-from dspark.training.checkpoint import CHECKPOINT_KEY, name_moments, seal
+from dspark.training.checkpoint import name_moments, seal
 from dspark.training.drafter_test import rollout_report, write_report
 from dspark.training.feature_report import FeatureReport, announce
 from dspark.training.features import FeatureCache
@@ -118,9 +119,20 @@ class DrafterModule(FrozenTargetModule):
         self.drafter.bind(self.target.embed_weight, self.target.head_weight)
         if self.init.from_target and not self._blank:
             self._start_from_target()
+        self._make_metrics()
+
+    def _make_metrics(self) -> None:
         slots = self.config.num_predictions
         kinds = {name: MeanPer() for name in ("tau", *self._told)}
         self.val_metrics = torch.nn.ModuleDict({**kinds, "acceptance": MeanPer(slots)})
+
+    def _become(self, config: DrafterConfig) -> None:
+        """Another shape than the recipe's, still without its weights."""
+        self.config, self.shape = config, shape_of(self.shape, config)
+        self.drafter = Drafter(config, seed=self.seed).bind(self.target.embed_weight, self.target.head_weight)
+        self._make_metrics()
+        if self.cache is not None:
+            self.cache = FeatureCache(str(self.features.cache), self.target, config.target_layer_ids)
 
     def _start_from_target(self) -> None:
         solved = self.init.regression and self.shape.architecture == "dspark"  # its Markov head too
@@ -327,18 +339,14 @@ class DrafterModule(FrozenTargetModule):
         name_moments(checkpoint, moment_order(self, self.trainer.optimizers))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raises DsparkError when the checkpoint holds another draft model than the recipe describes."""
+        """Raises DsparkError when a fit is to go on from another draft model than the recipe describes, or the
+        checkpoint is of another target; an evaluation takes the checkpoint's shape."""
         super().on_load_checkpoint(checkpoint)
-        saved, given = checkpoint.get(CHECKPOINT_KEY, {}), self.config.to_dict()
-        if saved:  # fields that came later have the defaults that describe it
-            saved = DrafterConfig.from_dict(saved, "checkpoint: draft model config").to_dict()
-        fixed = [k for k in given if k != "candidates"]  # no part of the weights: one model may be tried with several
-        differing = [f"{k}: saved {saved.get(k)!r}, given {given[k]!r}" for k in fixed if saved.get(k) != given[k]]
-        if differing:
-            raise DsparkError(
-                f"checkpoint: expected the draft model of this recipe, but got another: {'; '.join(differing)}. "
-                "Resume with the recipe (and target) that started the run."
-            )
+        saved = saved_config(checkpoint, self.config)
+        if self.fitting or is_sharded(self):  # slices have been cut by now
+            refuse_other_shape(saved, self.config)
+        if saved != self.config:
+            self._become(saved)
         self.refuse_other_optimizer(checkpoint, self.optimizer_options)
         self._blank = False
         self._origin = {"step": int(checkpoint.get("global_step", 0))}

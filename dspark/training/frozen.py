@@ -135,7 +135,7 @@ class FrozenTargetModule(LightningModule):
         if self._trainer is None:
             return
         refuse_precision(self.trainer)
-        data = getattr(self.trainer, "datamodule", None)
+        data: Any = getattr(self.trainer, "datamodule", None)
         for split in SPLITS[stage] if hasattr(data, "refuse_foreign") else ():
             if split != "val" or self.trainer.limit_val_batches:
                 data.refuse_foreign(split, self.target.vocab_size, self.target.config.max_position_embeddings)
