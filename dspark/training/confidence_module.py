@@ -215,7 +215,7 @@ class ConfidenceModule(FrozenTargetModule):
         for name in self.slot_metrics:
             metric = self._metric(name)
             values = metric.compute().float().reshape(-1)  # torchmetrics squeezes a single value
-            self.log_dict({f"{stage}/{name}_{k}": value for k, value in enumerate(values)})
+            self.log_dict({f"{stage}/{name}/slot_{k}": value for k, value in enumerate(values, 1)})
             self.log(f"{stage}/{name}", values.nanmean(), prog_bar=name in ("ece", "nll"))
             metric.reset()
 

@@ -20,6 +20,10 @@ from dspark.training.batches import BatchPlan, BatchStream, RoundBatch, Sequence
 from dspark.training.labels import anchor_candidates
 from dspark.training.sources import Sample, drafted_ids, read_samples, refuse_foreign
 
+NOTHING_TO_PREDICT = (
+    "predict: expected observed rounds, which recipes/confidence.yaml reads, but this recipe trains the draft model. "
+    "For its proposals use `dspark rollout`."
+)
 Collate = Callable[[int, list[int]], SequenceBatch]
 
 
@@ -189,10 +193,7 @@ class TrajectoryDataModule(_SplitDataModule):
 
     def predict_dataloader(self) -> BatchStream:
         """Raises DsparkError: there is nothing to predict from whole sequences."""
-        raise DsparkError(
-            "predict: expected observed rounds, which recipes/confidence.yaml reads, but this recipe trains the draft "
-            "model. For its proposals use `dspark rollout`."
-        )
+        raise DsparkError(NOTHING_TO_PREDICT)
 
     def response_counts(self, vocab_size: int) -> Tensor:
         """How often each id is a supervised token of the train split: [vocab_size] int64."""

@@ -27,6 +27,7 @@ from dspark.training.adopt import refuse_other_shape, saved_config, shape_of
 from dspark.training.batches import SequenceBatch
 from dspark.training.blueprint import draft_config, draft_ids, refuse_contradictions
 from dspark.training.checkpoint import name_moments, seal
+from dspark.training.data import NOTHING_TO_PREDICT
 from dspark.training.drafter_test import rollout_report, write_report
 from dspark.training.feature_report import FeatureReport, announce
 from dspark.training.features import FeatureCache
@@ -103,6 +104,8 @@ class DrafterModule(FrozenTargetModule):
 
     def setup(self, stage: str) -> None:
         """Load the target and build the draft model for it, once."""
+        if stage == "predict":
+            raise DsparkError(NOTHING_TO_PREDICT)
         super().setup(stage)
         if not self._ready:
             self._ready = True
@@ -288,10 +291,13 @@ class DrafterModule(FrozenTargetModule):
             metric = self._metric(name)
             values = metric.compute().float().reshape(-1)  # torchmetrics squeezes a single value
             if name == "acceptance":
-                self.log_dict({f"val/acceptance_{k}": value for k, value in enumerate(values)})
+                self.log_dict({f"val/acceptance/slot_{k}": value for k, value in enumerate(values, 1)})
             else:
                 self.log(f"val/{name}", values[0], prog_bar=name == "tau")
             metric.reset()
+
+    def predict_step(self, *_: Any) -> None:
+        raise DsparkError(NOTHING_TO_PREDICT)
 
     # ---- test ---------------------------------------------------------------------------------------------------
 

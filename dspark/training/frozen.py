@@ -6,6 +6,7 @@ features.py).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from dspark.training.sources import refuse_foreign
 from dspark.training.window import mark, refuse_inside
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+STEPS_KEY = "dspark_max_steps"  # trainer.max_steps of the run that wrote a checkpoint
 SPLITS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}  # read by a stage
 
 
@@ -154,11 +156,23 @@ class FrozenTargetModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         mark(checkpoint, self.trainer)
+        checkpoint[STEPS_KEY] = self.trainer.max_steps
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises DsparkError when a fit cannot go on from this checkpoint."""
         if self.fitting:
             refuse_inside(checkpoint, self.trainer.ckpt_path)
+            self._tell_resumed(checkpoint)
+
+    def _tell_resumed(self, checkpoint: dict[str, Any]) -> None:
+        """From which step a fit goes on; and that another max_steps bends the cosine, if that follows it."""
+        if not self.trainer.is_global_zero:
+            return
+        total, before = self.trainer.max_steps, checkpoint.get(STEPS_KEY)
+        print(f"resumed at step {int(checkpoint.get('global_step', 0))} of {total}", file=sys.stderr)
+        fixed = checkpoint.get("hyper_parameters", {}).get("optimizer", {}).get("total_steps")
+        if before not in (None, total) and not fixed:
+            print(f"the learning rate's cosine now ends at step {total}, not {before} as before", file=sys.stderr)
 
     @property
     def fitting(self) -> bool:
