@@ -24,7 +24,7 @@ _CHUNK = 1 << 20  # bytes read at a time when hashing
 _LARGEST_JSON = 64 << 20  # bytes: parsing takes a second or two, and no file of ours comes near
 
 
-def atomic_write(path: str | Path, data: bytes | str) -> None:
+def atomic_write(path: str | Path, data: bytes | memoryview | str) -> None:
     """Writes `data` (text as UTF-8) to `path`: afterwards the file holds all of it, or what it held before.
 
     Missing parent folders are made. Raises DsparkError when the place cannot be written.

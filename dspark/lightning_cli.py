@@ -14,6 +14,7 @@ import argparse
 import json
 import logging
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from pydoc import locate
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -33,16 +35,20 @@ from dspark.files import atomic_write
 from dspark.recipe import SUFFIXES, read_recipe
 from dspark.recipe_errors import explain
 from dspark.recipe_help import recipe_page, verb_page
+from dspark.training.callbacks import LastCheckpoint
+from dspark.training.checkpoint_io import AtomicCheckpointIO
 
 LOG_DIR = "tb_logs"
 SEED = 0
 CKPT_WORDS = ("best", "last", "hpc", "registry")
 RUN_FOLDER = re.compile(r"(?P<root>.+)/version_(?P<version>\d+)/checkpoints/[^/]+$")
+OTHER_RECIPES = {"variants": "ablate", "splits": "prepare", "samples_per_prompt": "rollout"}  # key -> whose it is
 QUIET = (
     r".*does not have many workers.*",
     r".*smaller than the logging interval.*",
     r".*isinstance\(treespec, LeafSpec\).*",
     r"Checkpoint directory .* exists and is not empty.*",
+    r"Total length of `list` across ranks is zero.*",  # data.val: []
     r".*litlogger.*|.*litmodels.*",
     r"The dirpath has changed from .*",  # the folder a checkpoint came from is not where this run writes
     r".*GPU available but not used.*",
@@ -67,7 +73,9 @@ def run(verb: str, argv: list[str], program: str, debug: bool = False) -> int:
     sources = [(path, read_recipe(path)) for path in recipes]
     if not debug:
         quieten()
-    cli_class = type("RecipeCLI", (RecipeCLI,), {"verb": verb, "sources": sources, "arguments": arguments})
+    refuse_command_recipes(program, verb, sources)
+    given = {"verb": verb, "sources": sources, "arguments": arguments, "program": program}
+    cli_class = type("RecipeCLI", (RecipeCLI,), given)
     try:
         cli_class()
     except SystemExit as done:  # after --print_config
@@ -77,6 +85,17 @@ def run(verb: str, argv: list[str], program: str, debug: bool = False) -> int:
     except ValueError as error:  # the parser wraps what a class raises while it is built
         raise user_error(error) or error from error
     return 0
+
+
+def refuse_command_recipes(program: str, verb: str, sources: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Raises DsparkError for a recipe of another verb (dspark ablate, prepare, rollout), told by a key of its own."""
+    for path, content in sources:
+        for key, owner in OTHER_RECIPES.items():
+            if key in content and "model" not in content:
+                raise DsparkError(
+                    f"{path}: expected a recipe with model, data and trainer for {program} {verb}, but this is one of "
+                    f"`dspark {owner}`. Run `dspark {owner} {path}`."
+                )
 
 
 def user_error(error: BaseException) -> DsparkError | None:
@@ -118,6 +137,7 @@ class RecipeCLI(LightningCLI):
     verb: str = "fit"
     sources: Sequence[tuple[str, dict[str, Any]]] = ()
     arguments: Sequence[str] = ()
+    program: str = "dspark"
 
     def __init__(self) -> None:
         super().__init__(
@@ -197,6 +217,10 @@ class RecipeCLI(LightningCLI):
         if trainer.get("enable_progress_bar") is not False and not bars:
             self.trainer_defaults["callbacks"] = [TQDMProgressBar(refresh_rate=1 if sys.stderr.isatty() else 20)]
 
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Any:
+        config["plugins"] = with_checkpoint_io(config.get("plugins"), config.get("strategy"))
+        return super()._instantiate_trainer(config, callbacks)
+
     def after_instantiate_classes(self) -> None:
         root = Path(self.trainer.default_root_dir)
         if root.exists() and not root.is_dir():
@@ -232,14 +256,26 @@ class RecipeCLI(LightningCLI):
         if not self.trainer.is_global_zero:
             return
         if self.verb == "fit" and (path := self._last_checkpoint()):
-            print(f"checkpoint: {path}", file=sys.stderr)
+            print(f"checkpoint: {path}; next: {self._next_command(path)}", file=sys.stderr)
         if self.verb == "predict":
             target = Path(self.trainer.default_root_dir) / "predictions.jsonl"
             records = list(records_of(self.trainer.predict_loop.predictions))
             atomic_write(target, "".join(json.dumps(r) + "\n" for r in records))
             print(f"{len(records)} records, one a block: {target}", file=sys.stderr)
 
+    def _next_command(self, path: str) -> str:
+        words = [*self.arguments]
+        if "--ckpt_path" in words:
+            del words[words.index("--ckpt_path") : words.index("--ckpt_path") + 2]
+        words = [word for word in words if not word.startswith("--ckpt_path=")]
+        if words[:1] == ["--config"]:
+            del words[0]
+        return f"{self.program} test {shlex.join([*words, '--ckpt_path', path])}"
+
     def _last_checkpoint(self) -> str:
+        for last in (c.path for c in self.trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)):
+            if last is not None and last.is_file():
+                return str(last)
         callback = self.trainer.checkpoint_callback
         return getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
 
@@ -251,6 +287,13 @@ class RecipeCLI(LightningCLI):
         path = self.config[self.verb].get("ckpt_path")
         details = "; ".join(line.strip().rstrip(".:") for line in text.splitlines()[1:4])
         return f"{path}: expected the weights of the recipe's model, but {details}. Use the recipe it was trained with."
+
+
+def with_checkpoint_io(plugins: Any, strategy: Any) -> list[Any]:
+    """A trainer's plugins with the one that writes checkpoints whole, unless they or the strategy bring their own."""
+    given = plugins if isinstance(plugins, list) else [] if plugins is None else [plugins]
+    owned = [*given, getattr(strategy, "_checkpoint_io", None)]
+    return given if any(isinstance(plugin, CheckpointIO) for plugin in owned) else [*given, AtomicCheckpointIO()]
 
 
 def records_of(batches: Iterable[dict[str, Any] | None]) -> Iterator[dict[str, Any]]:

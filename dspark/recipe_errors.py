@@ -26,6 +26,7 @@ MISSING_SECTION = re.compile(r"arguments are required: (?:fit|validate|test|pred
 PARSER_KEY = re.compile(r'Parser key "([^"]+)"')
 FRAME = re.compile(r"(Parser key|Problem with given class_path|Does not validate|Subtypes:|Errors:|Given value)")
 EXPECTED = re.compile(r"Expected (?:an? )?(.+?)(?:\. Got value: (.*))?$")
+LITERAL = re.compile(r"(?:an? )?typing\.Literal\[([^\]]*)\]")
 NOT_NONE = "Expected a <class 'NoneType'>"
 
 
@@ -103,6 +104,7 @@ def _innermost(text: str) -> str:
     kept = [line for line in lines if line and not FRAME.match(line) and line != NOT_NONE]
     line = kept[0] if kept else re.sub(r'^Parser key "[^"]+":\s*', "", text.splitlines()[0])
     line = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", line)
+    line = LITERAL.sub(lambda match: "one of " + match[1].replace("'", ""), line)
     if match := EXPECTED.match(line):
         line = f"expected {match[1]}{_got(match[2], text)}"
     return line if line.endswith(".") else line + "."

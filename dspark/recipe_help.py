@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from dspark.contracts import DsparkError
 from dspark.help_text import fill, table
 from dspark.recipe import first_comment, read_recipe
 from dspark.signatures import REQUIRED, Argument, arguments, class_at
@@ -44,11 +45,20 @@ def verb_page(program: str, verb: str) -> str:
         fill(WHAT[verb]),
         "often overridden:\n" + table(COMMON),
     ]
-    recipes = sorted(Path("recipes").glob("*.yaml")) if Path("recipes").is_dir() else []
+    found = sorted(Path("recipes").glob("*.yaml")) if Path("recipes").is_dir() else []
+    recipes = [path for path in found if _has_model(path)]
     if recipes:
         parts.append("recipes here:\n" + table([(str(path), first_comment(path)) for path in recipes]))
     more = f"`{program} {verb} RECIPE.yaml --help` lists what that recipe's model and data take."
     return "\n\n".join([*parts, fill(CLOSING), fill(more)])
+
+
+def _has_model(path: Path) -> bool:
+    """Whether a file is a recipe of these verbs: others have no model; a broken one is none."""
+    try:
+        return "model" in read_recipe(path)
+    except DsparkError:
+        return False
 
 
 def recipe_page(program: str, verb: str, path: str) -> str:

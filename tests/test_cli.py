@@ -434,3 +434,43 @@ def test_predictions_become_one_record_a_block() -> None:
         {"logits": [1.0, 2.0], "domain": "a"},
         {"logits": [3.0, 4.0], "domain": "b"},
     ]
+
+
+@pytest.mark.parametrize(("name", "owner"), [("ablate", "ablate"), ("prepare", "prepare"), ("rollout", "rollout")])
+def test_another_verbs_recipe_is_told_apart(name: str, owner: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(ROOT / "recipes" / f"{name}.yaml")
+    assert cli.main(["validate", path]) == 2
+    assert f"`dspark {owner} {path}`" in capsys.readouterr().err
+
+
+def test_the_page_lists_recipes_of_its_own_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["fit", "--help"]) == 0
+    page = capsys.readouterr().out
+    assert "recipes/drafter.yaml" in page
+    assert not any(f"recipes/{other}.yaml" in page for other in ("ablate", "prepare", "rollout"))
+
+
+def test_a_choice_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(ROOT / "recipes" / "drafter.yaml")
+    assert cli.main(["fit", path, "--model.init_args.drafter.markov_head=foo"]) == 2
+    said = capsys.readouterr().err
+    assert "one of vanilla, gated, rnn, pair" in said
+    assert "typing" not in said
+
+
+def test_predict_of_the_draft_model_says_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["predict", str(ROOT / "recipes" / "drafter.yaml"), "--trainer.logger=false"]
+    assert cli.main(argv) == 2
+    assert "use `dspark rollout`" in capsys.readouterr().err
+
+
+def test_a_fit_ends_with_the_next_command(recipe: Callable[..., str], capfd: pytest.CaptureFixture[str]) -> None:
+    callbacks = [{"class_path": "dspark.training.callbacks.LastCheckpoint"}]
+    path = recipe(trainer={"callbacks": callbacks, "default_root_dir": "out", "max_steps": 1})
+    assert cli.main(["fit", path, "--model.init_args.width=3"]) == 0
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("checkpoint: out/last.ckpt; next: ")
+    assert last.endswith(f"test {path} --model.init_args.width=3 --ckpt_path out/last.ckpt")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
@@ -95,12 +96,11 @@ class DrafterConfig:
     target_fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        _refuse(_wrong_types(self))  # before anything compares or multiplies them
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
-        _check_sizes(self)
-        _check_layer_ids(self.target_layer_ids, self.num_target_layers)
-        _check_heads(self)
-        _check_architecture(self)
+        _refuse(_wrong_shapes(self))
+        _refuse(_wrong_sizes(self))
+        _refuse(_wrong_combinations(self))  # all of them in one message
         check_rope(self.rope_parameters)
 
     @property
@@ -169,28 +169,31 @@ class DrafterConfig:
         return cls.from_dict({**taken, **choices}, "drafter config for this target")
 
 
-def _check_types(config: DrafterConfig) -> None:
-    """Before anything compares or multiplies them. Types are the annotations' own words."""
-    for entry in fields(config):
-        value, wanted = getattr(config, entry.name), _TYPES.get(str(entry.type))
-        if wanted:
-            _check(entry.name, value, wanted[0](value), wanted[1])
+def _wrong_types(config: DrafterConfig) -> list[str]:
+    """Types are the annotations' own words."""
+    checks = [
+        (entry.name, holds(getattr(config, entry.name)), wanted)
+        for entry in fields(config)
+        for holds, wanted in [_TYPES.get(str(entry.type), (lambda _: True, ""))]
+    ]
     ids = config.target_layer_ids
     whole = isinstance(ids, list | tuple) and all(_is_int(i, -1) for i in ids)
-    _check("target_layer_ids", ids, whole, "a list of layer ids, whole numbers from -1 on")
+    return _wrong(config, [*checks, ("target_layer_ids", whole, "a list of layer ids, whole numbers from -1 on")])
 
 
-def _check_sizes(config: DrafterConfig) -> None:
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "num_target_layers"):
-        _check(name, getattr(config, name), _is_int(getattr(config, name), 1), "a positive integer")
-    for name, most in _MOST.items():
-        _check(name, getattr(config, name), getattr(config, name) <= most, f"at most {most}")
+def _wrong_shapes(config: DrafterConfig) -> list[str]:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "num_target_layers")
+    least = [(name, getattr(config, name) >= 1, "a positive integer") for name in names]
+    most = [(name, getattr(config, name) <= limit, f"at most {limit}") for name, limit in _MOST.items()]
+    return _wrong(config, [*least, *most])
+
+
+def _wrong_sizes(config: DrafterConfig) -> list[str]:
     least = 1 if config.sample_from_anchor else 2
     checks = (
         ("sample_from_anchor", isinstance(config.sample_from_anchor, bool), "true or false"),
         ("input_fusion", isinstance(config.input_fusion, bool), "true or false"),
         ("layer_fusion", isinstance(config.layer_fusion, bool), "true or false"),
-        ("num_layers", not config.layer_fusion or config.num_layers > 1, "at least 2 with layer_fusion: true"),
         ("convolution", isinstance(config.convolution, bool), "true or false"),
         ("block_size", _is_int(config.block_size, least), f"an integer >= {least} (with this sample_from_anchor)"),
         ("num_layers", _is_int(config.num_layers, 1), "a positive integer"),
@@ -202,62 +205,78 @@ def _check_sizes(config: DrafterConfig) -> None:
         ("sliding_window", _is_int(config.sliding_window, 0), "an integer >= 0 (0 = off)"),
         ("draft_vocab_size", _is_int(config.draft_vocab_size, 0) and config.draft_vocab_size < config.vocab_size,
          f"0 (the whole vocabulary) or below vocab_size {config.vocab_size}"),
-        ("candidates", _is_int(config.candidates, 0) and config.candidates <= config.num_columns,
+        ("candidates", _is_int(config.candidates, 0), "an integer >= 0 (0 = all tokens)"),
+        ("markov_head", config.markov_head in MARKOV_HEADS, f"one of {', '.join(MARKOV_HEADS)}"),
+        ("markov_rank", _is_int(config.markov_rank, 0), "an integer >= 0 (0 = no Markov head)"),
+        ("architecture", config.architecture in ARCHITECTURES, f"one of {', '.join(ARCHITECTURES)}"),
+    )  # fmt: skip
+    return _wrong(config, checks)
+
+
+def _wrong_combinations(config: DrafterConfig) -> list[str]:
+    checks = (
+        ("num_layers", not config.layer_fusion or config.num_layers > 1, "at least 2 with layer_fusion: true"),
+        ("candidates", config.candidates <= config.num_columns,
          f"0 (all tokens) or an integer up to the {config.num_columns} columns of the draft logits"),
         ("hidden_size", not config.convolution or config.hidden_size % CHANNEL_GROUP == 0,
          f"a multiple of {CHANNEL_GROUP} with convolution: true (taps are shared by {CHANNEL_GROUP} channels)"),
     )  # fmt: skip
-    for name, ok, wanted in checks:
-        _check(name, getattr(config, name), ok, wanted)
+    return [*_wrong(config, checks), *_wrong_layer_ids(config), *_wrong_heads(config), *_wrong_for_mtp(config)]
 
 
-def _check_layer_ids(ids: tuple[int, ...], num_target_layers: int) -> None:
+def _wrong_layer_ids(config: DrafterConfig) -> list[str]:
+    ids, count = config.target_layer_ids, config.num_target_layers
     increasing = all(a < b for a, b in itertools.pairwise(ids))
-    in_range = bool(ids) and ids[0] >= -1 and ids[-1] < num_target_layers
-    wanted = f"strictly increasing layer ids from -1 (embedding output) to {num_target_layers - 1}, at least one"
-    _check("target_layer_ids", list(ids), increasing and in_range, wanted)
+    in_range = bool(ids) and ids[0] >= -1 and ids[-1] < count
+    wanted = f"strictly increasing layer ids from -1 (embedding output) to {count - 1}, at least one"
+    return _wrong(config, [("target_layer_ids", increasing and in_range, wanted)])
 
 
-def _check_heads(config: DrafterConfig) -> None:
-    _check("markov_head", config.markov_head, config.markov_head in MARKOV_HEADS, f"one of {', '.join(MARKOV_HEADS)}")
-    _check("markov_rank", config.markov_rank, _is_int(config.markov_rank, 0), "an integer >= 0 (0 = no Markov head)")
-    if not config.confidence_with_markov:
-        return
-    if not config.confidence_head:
-        raise DsparkError(
-            "drafter config: expected confidence_head: true with confidence_with_markov: true, but got false. "
-            "Switch the confidence head on, or confidence_with_markov off."
-        )
-    if config.markov_rank == 0:
-        raise DsparkError(
-            "drafter config: expected markov_rank >= 1 with confidence_with_markov: true, but got 0. "
-            "There is no Markov embedding to read: give a rank, or switch confidence_with_markov off."
-        )
+def _wrong_heads(config: DrafterConfig) -> list[str]:
+    wanted = "with confidence_with_markov: true, or confidence_with_markov false"
+    reads = bool(config.confidence_with_markov)
+    checks = (
+        ("confidence_head", not reads or bool(config.confidence_head), f"true {wanted}"),
+        ("markov_rank", not reads or config.markov_rank > 0, f">= 1 {wanted}: without a Markov head it has no "
+         "embedding to read"),
+    )  # fmt: skip
+    return _wrong(config, checks)
 
 
-def _check_architecture(config: DrafterConfig) -> None:
-    _check("architecture", config.architecture, config.architecture in ARCHITECTURES,
-           f"one of {', '.join(ARCHITECTURES)}")  # fmt: skip
-    if config.architecture == "dspark":
-        return
-    wanted = "with architecture mtp"
-    _check("sample_from_anchor", config.sample_from_anchor, config.sample_from_anchor, f"true {wanted}")
-    _check("input_fusion", config.input_fusion, not config.input_fusion, f"false {wanted}, which has a fusion per slot")
-    _check("convolution", config.convolution, not config.convolution, f"false {wanted}")
-    layers, slots = config.num_layers, config.num_predictions
-    _check("num_layers", layers, layers == slots, f"block_size {slots} {wanted} (one layer per predicted token)")
+def _wrong_for_mtp(config: DrafterConfig) -> list[str]:
+    if config.architecture != "mtp":
+        return []
+    slots, wanted = config.num_predictions, "with architecture mtp"
+    checks = (
+        ("sample_from_anchor", config.sample_from_anchor, f"true {wanted}"),
+        ("input_fusion", not config.input_fusion, f"false {wanted}, which has a fusion per slot"),
+        ("convolution", not config.convolution, f"false {wanted}"),
+        ("num_layers", config.num_layers == slots, f"block_size {slots} {wanted} (one layer per predicted token)"),
+    )
+    return _wrong(config, checks)
 
 
 def _is_int(value: Any, least: float) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _check(name: str, value: Any, ok: bool, wanted: str) -> None:
-    if not ok:
-        raise DsparkError(f"drafter config: expected {name} to be {wanted}, but got {value!r}.")
+def _wrong(config: DrafterConfig, checks: Iterable[tuple[str, bool, str]]) -> list[str]:
+    """checks: (field, whether it holds, what it should be) -> a phrase for each that does not hold."""
+    return [
+        f"{name} to be {wanted}, but got {_plain(getattr(config, name))!r}" for name, ok, wanted in checks if not ok
+    ]
 
 
-_TYPES = {
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        raise DsparkError(f"drafter config: expected {'; '.join(wrong)}.")
+
+
+_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (lambda value: _is_int(value, -math.inf), "a whole number"),
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "str": (lambda value: isinstance(value, str), "a text"),

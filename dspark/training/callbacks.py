@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from dspark.files import atomic_write
 from dspark.training.batches import SequenceBatch
 from dspark.training.checkpoint import PREFIX
+from dspark.training.window import inside_window
 
 
 class _InRootDir(ModelCheckpoint):
@@ -49,6 +50,8 @@ class BestCheckpoint(_InRootDir):
 class LastCheckpoint(_InRootDir):
     """last.ckpt, written every `every_n_train_steps` steps and when training ends: what a run resumes from.
 
+    Never between the batches of one step (window.py): a run that is told to stop there stops after the step.
+
     Args:
         dirpath: folder of the checkpoints; null takes trainer.default_root_dir.
         every_n_train_steps: how much work a killed run may lose.
@@ -62,10 +65,33 @@ class LastCheckpoint(_InRootDir):
             save_top_k=1,
             enable_version_counter=False,
         )
+        self._stop_asked = False
+
+    @property
+    def path(self) -> Path | None:
+        """Where last.ckpt goes, once a trainer has said so."""
+        return Path(self.dirpath) / "last.ckpt" if self.dirpath is not None else None
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        self._stop_between_steps(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        self._stop_between_steps(trainer)
+
+    def _stop_between_steps(self, trainer: Trainer) -> None:
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        self._stop_asked |= trainer.should_stop
+        trainer.should_stop = self._stop_asked and not inside_window(trainer)
+
+    def _should_skip_saving_checkpoint(self, trainer: Trainer) -> bool:
+        return super()._should_skip_saving_checkpoint(trainer) or inside_window(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._last_global_step_saved != trainer.global_step and self.dirpath is not None:
-            self._save_checkpoint(trainer, str(Path(self.dirpath) / "last.ckpt"))
+        if self._last_global_step_saved != trainer.global_step and self.path and not inside_window(trainer):
+            self._save_checkpoint(trainer, str(self.path))
 
 
 class DraftOnly(Callback):

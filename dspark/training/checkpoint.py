@@ -69,6 +69,12 @@ def load_drafter(source: str | Path, target: Target) -> Drafter:
     return drafter.bind(target.embed_weight, target.head_weight).eval()
 
 
+def drafter_in(checkpoint: dict[str, Any], config: DrafterConfig) -> Drafter:
+    """The draft model of a Lightning checkpoint that is in memory, unbound."""
+    tensors = {n.removeprefix(PREFIX): t for n, t in checkpoint["state_dict"].items() if n.startswith(PREFIX)}
+    return _filled(config, tensors, Path("checkpoint"))
+
+
 def served(drafter: Drafter, target: Target) -> Drafter:
     """A copy as an exported bundle runs: in the target's dtype, bound to it, in eval mode."""
     with torch.inference_mode(False):  # tensors made inside it have no version, which the draft model's caches look at

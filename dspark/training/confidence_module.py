@@ -20,12 +20,14 @@ from dspark.calibration.metrics import SlotAUROC, SlotBrier, SlotECE, SlotMeanOb
 from dspark.contracts import DsparkError
 from dspark.drafter.model import Drafter
 from dspark.training import losses
+from dspark.training.adopt import refuse_other_shape, saved_config
 from dspark.training.batches import RoundBatch
-from dspark.training.checkpoint import load_drafter, seal, served
+from dspark.training.checkpoint import drafter_in, load_drafter, seal, served
 from dspark.training.frozen import Capture, FrozenTargetModule, capture, law_reader
 from dspark.training.labels import acceptance, laws_at, observed_events
 from dspark.training.optim import make_optimizer
 from dspark.training.options import OptimizerOptions, as_options, plain
+from dspark.training.ranges import POSITIVE, check
 
 _METRICS = {"ece": SlotECE, "brier": SlotBrier, "nll": SlotNLL, "auroc": SlotAUROC,
             "predicted": SlotMeanPredicted, "observed": SlotMeanObserved}  # fmt: skip
@@ -70,6 +72,7 @@ class ConfidenceModule(FrozenTargetModule):
     ):
         super().__init__(target, target_dtype, max_skipped_share)
         self.source, self.label_kind, self.temperature = drafter, labels, temperature
+        check("model", self, temperature=POSITIVE)
         self.optimizer_options = as_options(OptimizerOptions, optimizer or OptimizerOptions(warmup_steps=5))
         self.reset_head = reset_head
         self.drafter: Drafter  # built in setup()
@@ -80,17 +83,22 @@ class ConfidenceModule(FrozenTargetModule):
 
     def setup(self, stage: str) -> None:
         """Load target and draft model once; freeze all but the confidence head."""
+        super().setup(stage)
         if self._running:
             return
         self.drafter = load_drafter(self.source, self.target)
+        if self.drafter.confidence_head is not None and self.reset_head:
+            for parameter in self.drafter.confidence_head.parameters():
+                torch.nn.init.zeros_(parameter)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Freeze all but the confidence head of self.drafter; the runner's side of it, and metrics of its width."""
         if self.drafter.confidence_head is None:
             raise DsparkError(f"{self.source}: expected a draft model with a confidence head, but this one has none.")
         self.drafter.requires_grad_(False)
         self.drafter.confidence_head.requires_grad_(True)
-        if self.reset_head:
-            for parameter in self.drafter.confidence_head.parameters():
-                torch.nn.init.zeros_(parameter)
-        self._running.append(self._runner_side())
+        self._running[:] = [self._runner_side()]
         self.train(self.training)  # the trainer leaves modes as it finds them, and warns of frozen layers:
         warnings.filterwarnings("ignore", message=r".*module\(s\) in eval mode at the start of training.*")
         slots = self.drafter.config.num_predictions
@@ -207,7 +215,7 @@ class ConfidenceModule(FrozenTargetModule):
         for name in self.slot_metrics:
             metric = self._metric(name)
             values = metric.compute().float().reshape(-1)  # torchmetrics squeezes a single value
-            self.log_dict({f"{stage}/{name}_{k}": value for k, value in enumerate(values)})
+            self.log_dict({f"{stage}/{name}/slot_{k}": value for k, value in enumerate(values, 1)})
             self.log(f"{stage}/{name}", values.nanmean(), prog_bar=name in ("ece", "nll"))
             metric.reset()
 
@@ -232,7 +240,16 @@ class ConfidenceModule(FrozenTargetModule):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
         seal(checkpoint, self.drafter.config)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises DsparkError as DrafterModule's; an evaluation takes the checkpoint's draft model as it is."""
+        super().on_load_checkpoint(checkpoint)
+        saved = saved_config(checkpoint, self.drafter.config)
+        if self.fitting:
+            refuse_other_shape(saved, self.drafter.config, f"{self.source} is another than the run began with.")
+        if saved != self.drafter.config:
+            self.drafter = drafter_in(checkpoint, saved).bind(self.target.embed_weight, self.target.head_weight)
+            self._prepare()
         self.refuse_other_optimizer(checkpoint, self.optimizer_options)

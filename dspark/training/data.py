@@ -18,8 +18,12 @@ from dspark.contracts import DsparkError, Round
 from dspark.target.load import load_tokenizer
 from dspark.training.batches import BatchPlan, BatchStream, RoundBatch, SequenceBatch, TrainStream, generator, pack
 from dspark.training.labels import anchor_candidates
-from dspark.training.sources import Sample, read_samples
+from dspark.training.sources import Sample, drafted_ids, read_samples, refuse_foreign
 
+NOTHING_TO_PREDICT = (
+    "predict: expected observed rounds, which recipes/confidence.yaml reads, but this recipe trains the draft model. "
+    "For its proposals use `dspark rollout`."
+)
 Collate = Callable[[int, list[int]], SequenceBatch]
 
 
@@ -90,6 +94,13 @@ class _SplitDataModule(LightningDataModule):
                     print(f"data.{split}: left out {count} rows: {reason}", file=sys.stderr)
             self._samples[split] = self._usable(split, read.samples)
         return self._samples[split]
+
+    def refuse_foreign(self, split: str, vocab_size: int, longest: int) -> None:
+        """Raises DsparkError when a sample of the split, or what was drafted in it, is not a target's with
+        `vocab_size` ids and `longest` positions."""
+        for sample in self.samples(split) if self.paths[split] else ():
+            refuse_foreign(sample.sample_id, sample.ids, vocab_size, longest)
+            refuse_foreign(f"{sample.sample_id} (drafted)", drafted_ids(sample), vocab_size, sys.maxsize)
 
     def _quarantine(self, split: str) -> Path | None:
         """Where the broken rows of a conversations file go: into the run's own folder, by the first rank."""
@@ -182,19 +193,13 @@ class TrajectoryDataModule(_SplitDataModule):
 
     def predict_dataloader(self) -> BatchStream:
         """Raises DsparkError: there is nothing to predict from whole sequences."""
-        raise DsparkError(
-            "predict: expected observed rounds, which recipes/confidence.yaml reads, but this recipe trains the draft "
-            "model. For its proposals use `dspark rollout`."
-        )
+        raise DsparkError(NOTHING_TO_PREDICT)
 
     def response_counts(self, vocab_size: int) -> Tensor:
         """How often each id is a supervised token of the train split: [vocab_size] int64."""
-        supervised = torch.cat([s.ids[s.loss_mask] for s in self.samples("train")])
-        if int(supervised.max()) >= vocab_size:
-            raise DsparkError(
-                f"data: expected token ids below the target's vocabulary of {vocab_size}, but got "
-                f"{int(supervised.max())}. The data were made with another tokenizer."
-            )
+        for sample in (samples := self.samples("train")):
+            refuse_foreign(sample.sample_id, sample.ids, vocab_size, len(sample.ids))
+        supervised = torch.cat([s.ids[s.loss_mask] for s in samples])
         return supervised.bincount(minlength=vocab_size)
 
     def stop_ids(self) -> list[int]:

@@ -23,9 +23,11 @@ from dspark.drafter.model import Drafter
 from dspark.drafter.regression import start_by_regression
 from dspark.scorecard.report import refuse_difference
 from dspark.scorecard.text import report_text
+from dspark.training.adopt import refuse_other_shape, saved_config, shape_of
 from dspark.training.batches import SequenceBatch
-from dspark.training.blueprint import draft_config, draft_ids
-from dspark.training.checkpoint import CHECKPOINT_KEY, name_moments, seal
+from dspark.training.blueprint import draft_config, draft_ids, refuse_contradictions
+from dspark.training.checkpoint import name_moments, seal
+from dspark.training.data import NOTHING_TO_PREDICT
 from dspark.training.drafter_test import rollout_report, write_report
 from dspark.training.feature_report import FeatureReport, announce
 from dspark.training.features import FeatureCache
@@ -85,11 +87,7 @@ class DrafterModule(FrozenTargetModule):
         self.optimizer_options = as_options(OptimizerOptions, optimizer or OptimizerOptions())
         self.init = as_options(InitOptions, init or InitOptions())
         self.features = as_options(FeatureOptions, features or FeatureOptions())
-        if self.init.regression and not self.shape.input_fusion and self.shape.architecture == "dspark":
-            raise DsparkError(
-                "init.regression: expected drafter.input_fusion: true with it, but got false. Switch that on, or set "
-                "init.regression: 0."
-            )
+        refuse_contradictions(self.shape, self.init)
         self.seed = seed
         self.config: DrafterConfig  # both built in setup()
         self.drafter: Drafter
@@ -106,6 +104,9 @@ class DrafterModule(FrozenTargetModule):
 
     def setup(self, stage: str) -> None:
         """Load the target and build the draft model for it, once."""
+        if stage == "predict":
+            raise DsparkError(NOTHING_TO_PREDICT)
+        super().setup(stage)
         if not self._ready:
             self._ready = True
             self._blank = stage == "test"  # all of it comes from the checkpoint, so no training data are read
@@ -121,9 +122,20 @@ class DrafterModule(FrozenTargetModule):
         self.drafter.bind(self.target.embed_weight, self.target.head_weight)
         if self.init.from_target and not self._blank:
             self._start_from_target()
+        self._make_metrics()
+
+    def _make_metrics(self) -> None:
         slots = self.config.num_predictions
         kinds = {name: MeanPer() for name in ("tau", *self._told)}
         self.val_metrics = torch.nn.ModuleDict({**kinds, "acceptance": MeanPer(slots)})
+
+    def _become(self, config: DrafterConfig) -> None:
+        """Another shape than the recipe's, still without its weights."""
+        self.config, self.shape = config, shape_of(self.shape, config)
+        self.drafter = Drafter(config, seed=self.seed).bind(self.target.embed_weight, self.target.head_weight)
+        self._make_metrics()
+        if self.cache is not None:
+            self.cache = FeatureCache(str(self.features.cache), self.target, config.target_layer_ids)
 
     def _start_from_target(self) -> None:
         solved = self.init.regression and self.shape.architecture == "dspark"  # its Markov head too
@@ -279,10 +291,13 @@ class DrafterModule(FrozenTargetModule):
             metric = self._metric(name)
             values = metric.compute().float().reshape(-1)  # torchmetrics squeezes a single value
             if name == "acceptance":
-                self.log_dict({f"val/acceptance_{k}": value for k, value in enumerate(values)})
+                self.log_dict({f"val/acceptance/slot_{k}": value for k, value in enumerate(values, 1)})
             else:
                 self.log(f"val/{name}", values[0], prog_bar=name == "tau")
             metric.reset()
+
+    def predict_step(self, *_: Any) -> None:
+        raise DsparkError(NOTHING_TO_PREDICT)
 
     # ---- test ---------------------------------------------------------------------------------------------------
 
@@ -325,21 +340,19 @@ class DrafterModule(FrozenTargetModule):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
         seal(checkpoint, self.config)
         name_moments(checkpoint, moment_order(self, self.trainer.optimizers))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raises DsparkError when the checkpoint holds another draft model than the recipe describes."""
-        saved, given = checkpoint.get(CHECKPOINT_KEY, {}), self.config.to_dict()
-        if saved:  # fields that came later have the defaults that describe it
-            saved = DrafterConfig.from_dict(saved, "checkpoint: draft model config").to_dict()
-        fixed = [k for k in given if k != "candidates"]  # no part of the weights: one model may be tried with several
-        differing = [f"{k}: saved {saved.get(k)!r}, given {given[k]!r}" for k in fixed if saved.get(k) != given[k]]
-        if differing:
-            raise DsparkError(
-                f"checkpoint: expected the draft model of this recipe, but got another: {'; '.join(differing)}. "
-                "Resume with the recipe (and target) that started the run."
-            )
+        """Raises DsparkError when a fit is to go on from another draft model than the recipe describes, or the
+        checkpoint is of another target; an evaluation takes the checkpoint's shape."""
+        super().on_load_checkpoint(checkpoint)
+        saved = saved_config(checkpoint, self.config)
+        if self.fitting or is_sharded(self):  # slices have been cut by now
+            refuse_other_shape(saved, self.config)
+        if saved != self.config:
+            self._become(saved)
         self.refuse_other_optimizer(checkpoint, self.optimizer_options)
         self._blank = False
         self._origin = {"step": int(checkpoint.get("global_step", 0))}

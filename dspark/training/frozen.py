@@ -6,12 +6,13 @@ features.py).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -23,6 +24,13 @@ from dspark.target.load import load_target
 from dspark.training.batches import SequenceBatch
 from dspark.training.labels import TargetLaw, reduced_law, slot_mask, target_law
 from dspark.training.options import OptimizerOptions
+from dspark.training.ranges import SHARE, check
+from dspark.training.sources import refuse_foreign
+from dspark.training.window import mark, refuse_inside
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+STEPS_KEY = "dspark_max_steps"  # trainer.max_steps of the run that wrote a checkpoint
+SPLITS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}  # read by a stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +53,9 @@ def capture(target: Target, batch: SequenceBatch, taps: tuple[int, ...]) -> Capt
 
 @torch.no_grad()
 def capture_sequences(target: Target, sequences: Sequence[Tensor], taps: tuple[int, ...]) -> Capture:
-    """As capture, over R sequences [S]. Raises DsparkError for ids that the target does not know."""
-    if (largest := max(int(ids.max()) for ids in sequences)) >= target.vocab_size:
-        raise DsparkError(
-            f"training data: expected token ids below the target's vocabulary of {target.vocab_size}, but got "
-            f"{largest}. The data were made with another tokenizer."
-        )
+    """As capture, over R sequences [S]. Raises DsparkError for a sequence that the target cannot read."""
+    for ids in sequences:  # a data module's samples have been looked at before, with their names
+        refuse_foreign("a sequence", ids, target.vocab_size, target.config.max_position_embeddings)
     hidden, features, offsets = target.forward_sequences(sequences, taps)
     assert features is not None, "a draft model taps at least one target layer"
     assert offsets.diff().tolist() == [len(s) for s in sequences], "captured lengths differ from the sequences' lengths"
@@ -83,6 +88,16 @@ def blocks_of(batch: SequenceBatch, seen: Capture, slots: int) -> tuple[Blocks, 
     return blocks, rows, counted & seen.finite[batch.sequence][:, None]
 
 
+def refuse_precision(trainer: Trainer) -> None:
+    """Raises DsparkError for a trainer.precision that keeps weights in another dtype than fp32: the least squares, the
+    losses and the frozen batches are not made for it."""
+    if trainer.precision not in PRECISIONS:
+        raise DsparkError(
+            f"trainer.precision: expected one of {', '.join(PRECISIONS)}, but got {trainer.precision}. The draft "
+            "model's weights are trained in fp32; what the target runs in is model.init_args.target_dtype."
+        )
+
+
 @dataclass(slots=True)
 class SkipCount:
     """Sequences seen and skipped for non-finite features, and the share past which the run stops."""
@@ -91,6 +106,9 @@ class SkipCount:
     seen: int = 0
     skipped: int = 0
     names: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check("max_skipped_share", self, max_share=SHARE)
 
     def update(self, batch: SequenceBatch, finite: Tensor) -> None:
         """Count one batch. Raises DsparkError when too many were skipped (judged on at least 20 sequences)."""
@@ -114,6 +132,16 @@ class FrozenTargetModule(LightningModule):
         self.skips = SkipCount(max_skipped_share)
         self._target: Target | None = None
 
+    def setup(self, stage: str) -> None:
+        """Raises DsparkError for a precision that does not work, and for data that the target cannot read."""
+        if self._trainer is None:
+            return
+        refuse_precision(self.trainer)
+        data: Any = getattr(self.trainer, "datamodule", None)
+        for split in SPLITS[stage] if hasattr(data, "refuse_foreign") else ():
+            if split != "val" or self.trainer.limit_val_batches:
+                data.refuse_foreign(split, self.target.vocab_size, self.target.config.max_position_embeddings)
+
     @property
     def target(self) -> Target:
         if self._target is None:
@@ -126,10 +154,34 @@ class FrozenTargetModule(LightningModule):
         if not self.training:
             self.train()
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        mark(checkpoint, self.trainer)
+        checkpoint[STEPS_KEY] = self.trainer.max_steps
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises DsparkError when a fit cannot go on from this checkpoint."""
+        if self.fitting:
+            refuse_inside(checkpoint, self.trainer.ckpt_path)
+            self._tell_resumed(checkpoint)
+
+    def _tell_resumed(self, checkpoint: dict[str, Any]) -> None:
+        """From which step a fit goes on; and that another max_steps bends the cosine, if that follows it."""
+        if not self.trainer.is_global_zero:
+            return
+        total, before = self.trainer.max_steps, checkpoint.get(STEPS_KEY)
+        print(f"resumed at step {int(checkpoint.get('global_step', 0))} of {total}", file=sys.stderr)
+        fixed = checkpoint.get("hyper_parameters", {}).get("optimizer", {}).get("total_steps")
+        if before not in (None, total) and not fixed:
+            print(f"the learning rate's cosine now ends at step {total}, not {before} as before", file=sys.stderr)
+
+    @property
+    def fitting(self) -> bool:
+        return self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+
     def refuse_other_optimizer(self, checkpoint: dict[str, Any], options: OptimizerOptions) -> None:
         """A resumed optimizer keeps the settings it was saved with: a recipe that asks for others is refused, for it
         would be ignored. Raises DsparkError."""
-        if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+        if not self.fitting:
             return
         saved, given = checkpoint.get("hyper_parameters", {}).get("optimizer", {}), asdict(options)
         differing = [f"{k}: saved {saved.get(k)!r}, given {v!r}" for k, v in given.items() if saved.get(k) != v]

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
 from dspark.contracts import DsparkError
 from dspark.scorecard.setting import Setting
 from dspark.training.labels import LABELS, AnalyticLabel
+from dspark.training.ranges import COUNT, DECAY, NATURAL, NOT_NEGATIVE, POSITIVE, SHARE, check, one_of
 
 T = TypeVar("T")
 
@@ -98,17 +98,9 @@ class LossOptions:
     label: AnalyticLabel = "rejection"
 
     def __post_init__(self) -> None:
-        for name in ("ce", "soft_ce", "l1", "coupled", "confidence", "decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise DsparkError(f"losses: expected a finite {name} >= 0, but got {getattr(self, name)}.")
-        if self.weighting not in ("decay", "survival"):
-            raise DsparkError(f"losses: expected weighting decay or survival, but got {self.weighting!r}.")
-        if self.label not in LABELS[1:]:
-            raise DsparkError(f"losses: expected label to be one of {', '.join(LABELS[1:])}, but got {self.label!r}.")
-        if not 0 <= self.survival_floor <= 1:
-            raise DsparkError(f"losses: expected survival_floor from 0 to 1, but got {self.survival_floor}.")
-        if not 0 < self.temperature < math.inf:
-            raise DsparkError(f"losses: expected temperature > 0, but got {self.temperature}. Use label: greedy for 0.")
+        weights = dict.fromkeys(("ce", "soft_ce", "l1", "coupled", "confidence", "decay"), NOT_NEGATIVE)
+        kinds = {"weighting": one_of(("decay", "survival")), "label": one_of(LABELS[1:])}
+        check("losses", self, **weights, survival_floor=SHARE, temperature=POSITIVE, **kinds)
 
 
 @dataclass(kw_only=True)
@@ -137,11 +129,8 @@ class OptimizerOptions:
     beta2: float = 0.95
 
     def __post_init__(self) -> None:
-        if self.lr <= 0 or self.fresh_lr_ratio <= 0 or self.warmup_steps < 0 or self.total_steps < 0:
-            raise DsparkError(
-                "optimizer: expected lr > 0, fresh_lr_ratio > 0, warmup_steps >= 0 and total_steps >= 0, but got "
-                f"{self.lr}, {self.fresh_lr_ratio}, {self.warmup_steps}, {self.total_steps}."
-            )
+        rates = {"lr": POSITIVE, "fresh_lr_ratio": POSITIVE, "min_lr_ratio": SHARE, "weight_decay": NOT_NEGATIVE}
+        check("optimizer", self, **rates, warmup_steps=COUNT, total_steps=COUNT, beta1=DECAY, beta2=DECAY)
 
 
 @dataclass(kw_only=True)
@@ -168,10 +157,8 @@ class InitOptions:
     ridge: float = 100.0
 
     def __post_init__(self) -> None:
-        if self.regression < 0 or self.ridge <= 0:
-            raise DsparkError(
-                f"init: expected regression >= 0 and ridge > 0, but got {self.regression} and {self.ridge}."
-            )
+        norms = {"final_norm": NOT_NEGATIVE, "residual_scale": NOT_NEGATIVE}
+        check("init", self, **norms, regression=COUNT, ridge=POSITIVE)
 
 
 def _settings() -> list[Setting]:
@@ -212,11 +199,7 @@ class RolloutOptions:
     out: str = ""
 
     def __post_init__(self) -> None:
-        if self.limit < 0 or self.max_tokens < 1 or self.batch_size < 1:
-            raise DsparkError(
-                "test: expected limit >= 0, max_tokens >= 1 and batch_size >= 1, but got "
-                f"{self.limit}, {self.max_tokens}, {self.batch_size}."
-            )
+        check("test", self, limit=COUNT, max_tokens=NATURAL, batch_size=NATURAL)
         self.settings = [as_options(Setting, s) for s in self.settings]
         if not self.settings or len(set(self.settings)) < len(self.settings):
             raise DsparkError(f"test: expected settings, each of them once, but got {self.settings}.")

@@ -76,6 +76,27 @@ def read_samples(
     return Samples(kept, dict(+dropped))
 
 
+def refuse_foreign(name: str, ids: Tensor, vocab_size: int, longest: int) -> None:
+    """Raises DsparkError, naming the sample, when the target cannot read its ids [S]: one that is no row of its
+    vocabulary, or more of them than it has positions."""
+    if len(ids) > longest:
+        raise DsparkError(
+            f"training data: expected sequences of at most {longest} tokens (the target's max_position_embeddings), "
+            f"but {name} has {len(ids)}. Leave it out, or make it shorter."
+        )
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(wrong):
+        raise DsparkError(
+            f"training data: expected token ids from 0 to {vocab_size - 1} (the target's vocabulary), but {name} has "
+            f"{int(wrong[0])}. The data were made with another tokenizer."
+        )
+
+
+def drafted_ids(sample: Sample) -> Tensor:
+    """The ids that a draft model proposed in the sample's rounds, [N] int64."""
+    return torch.tensor([i for r in sample.rounds for i in r.drafted], dtype=torch.int64)
+
+
 def _shards(path: Path, kind: str) -> list[Path]:
     """The manifest's files of one kind ("trajectories", "rounds") in order, each checked against its recorded hash."""
     manifest = read_json(path / "manifest.json", "trajectory manifest")

@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from dspark.files import tensor_hash
 from dspark.training.callbacks import DraftOnly, LastCheckpoint, SampleLog
+from dspark.training.checkpoint_io import AtomicCheckpointIO
 from dspark.training.data import TrajectoryDataModule
 from dspark.training.drafter_module import DrafterModule
 from dspark.training.sharding import whole
@@ -70,8 +71,10 @@ def fit(
     callbacks = [log, LastCheckpoint(every_n_train_steps=every), DraftOnly()]
     callbacks += [KillAfter(kill_after)] if kill_after else []
     options = {"callbacks": callbacks, "enable_checkpointing": True, "val_check_interval": 1, **strategy_of(strategy)}
+    options["plugins"] = [AtomicCheckpointIO()]
     trainer = tiny.make_trainer(out / name, steps, **options)
     trainer.fit(made, data, ckpt_path=resume, weights_only=True if resume else None)
+    assert isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO), "slices too are written through it"
     trainer.save_checkpoint(out / name / "end.ckpt")
     return trainer, made, log
 

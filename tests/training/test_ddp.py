@@ -42,7 +42,7 @@ def test_two_processes_say_what_one_says(
     assert first["hashes"] == second["hashes"]
     assert first["hashes"] != alone(runs, out, "start", {**shared_data[same], "lr": 1e-12})["hashes"]
     assert 0 < first["metrics"]["val/l1"] <= 2.0
-    assert all(0 <= first["metrics"][f"val/acceptance_{k}"] <= 1 for k in range(3))
+    assert all(0 <= first["metrics"][f"val/acceptance/slot_{k}"] <= 1 for k in (1, 2, 3))
 
 
 def test_the_ranks_really_shared_the_data(runs: Any, target: Any, shared_data: dict[str, Any], out: Path) -> None:

@@ -93,7 +93,7 @@ def test_validation_reports_and_training_mode_comes_back(
     trainer, _ = fit(tiny, module, data_dir, tmp_path, 2, val_check_interval=1)
     logged = trainer.callback_metrics
     assert 1.0 <= float(logged["val/tau"]) <= 4.0
-    assert all(0.0 <= float(logged[f"val/acceptance_{k}"]) <= 1.0 for k in range(3))
+    assert all(0.0 <= float(logged[f"val/acceptance/slot_{k}"]) <= 1.0 for k in (1, 2, 3))
     assert float(logged["val/l1"]) <= 2.0
     told = [name for name in ("l1", "ce", "soft_ce", "confidence") if f"val/{name}" in logged]
     assert told == (["l1", "confidence"] if "candidates" in shape else ["l1", "ce", "soft_ce", "confidence"])
@@ -111,7 +111,7 @@ def test_the_regression_start_is_far_better_than_a_random_one(
         module = tiny.make_module(lr=1e-12, regression=count, input_fusion=True, losses={"label": "greedy"})
         trainer, _ = fit(tiny, module, data_dir, tmp_path, 1, val_check_interval=1)
         distance[count] = float(trainer.callback_metrics["val/l1"])
-        accepted[count] = [float(trainer.callback_metrics[f"val/acceptance_{k}"]) for k in range(3)]
+        accepted[count] = [float(trainer.callback_metrics[f"val/acceptance/slot_{k}"]) for k in (1, 2, 3)]
     assert distance[100] < 0.7 * distance[0]
     assert all(new > old + 0.2 for new, old in zip(accepted[100], accepted[0], strict=True)), accepted
 

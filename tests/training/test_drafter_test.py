@@ -140,8 +140,6 @@ def test_what_is_missing_is_one_error(
     module.test.prompts = ""
     with pytest.raises(DsparkError, match="expected prompts to roll out"):
         run_test(tiny, module, tmp_path, checkpoint)
-    with pytest.raises(DsparkError, match="markov_rank: saved 4, given 2"):
-        run_test(tiny, module_with(tiny, markov_rank=2), tmp_path, checkpoint)
 
 
 def test_a_difference_from_plain_decoding_fails_after_the_report(

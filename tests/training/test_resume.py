@@ -159,3 +159,21 @@ def test_other_optimizer_settings_on_resume_are_refused(
         monkeypatch.setattr(tiny, "make_module", lambda other=other, **given: whole(**{**given, **other}))
         with pytest.raises(DsparkError, match="expected the optimizer of this recipe"):
             run(tiny, data_dir, tmp_path / "rest", STEPS, tmp_path / "half" / "last.ckpt")
+
+
+def test_a_resumed_run_says_where_it_goes_on_and_that_its_cosine_is_another(
+    tiny: Any, target: Any, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fit(steps: int, total: int, resume: Path | None = None) -> str:
+        trainer = tiny.make_trainer(tmp_path, steps, callbacks=[LastCheckpoint()], enable_checkpointing=True)
+        data = TrajectoryDataModule([str(data_dir)], token_budget=60)
+        trainer.fit(tiny.make_module(total_steps=total), data, ckpt_path=resume, weights_only=True if resume else None)
+        return capsys.readouterr().err
+
+    assert "resumed" not in fit(2, 0)
+    longer = fit(4, 0, tmp_path / "last.ckpt")
+    assert "resumed at step 2 of 4" in longer
+    assert "cosine now ends at step 4, not 2" in longer
+    assert "cosine" not in fit(4, 0, tmp_path / "last.ckpt")
+    fit(2, 8)
+    assert "cosine" not in fit(4, 8, tmp_path / "last.ckpt")

@@ -46,7 +46,7 @@ def test_the_regression_start_is_far_better_than_a_random_one(
     for count in (0, 100):
         module = tiny.make_module(lr=1e-12, regression=count, losses={"label": "greedy"}, **MTP)
         logged = fit(tiny, module, data_dir, tmp_path, 1, val_check_interval=1).callback_metrics
-        accepted[count] = [float(logged[f"val/acceptance_{k}"]) for k in range(3)]
+        accepted[count] = [float(logged[f"val/acceptance/slot_{k}"]) for k in (1, 2, 3)]
     assert all(new > old + 0.2 for new, old in zip(accepted[100], accepted[0], strict=True)), accepted
 
 

@@ -1,0 +1,28 @@
+"""Checkpoints that are whole or not there, however the process ends.
+
+Lightning writes to the system's temporary folder and moves the file; to another file system a move is a copy into the
+old checkpoint, truncated first, so a kill or a full disk in that moment leaves neither. Here the bytes go to a
+temporary neighbour, are synced, and take the name by a rename (dspark.files).
+Left out on purpose: remote file systems, and the folders of save_distributed_checkpoint, which sharding.py refuses.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from dspark.files import atomic_write
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's reading, our writing. Give it to a Trainer as a plugin; the command line does."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Raises DsparkError when the place cannot be written or the disk is full; the older file is as it was."""
+        assert storage_options is None, "no file here takes storage options"
+        buffer = io.BytesIO()  # the file's size in memory, as Lightning has it too
+        torch.save(checkpoint, buffer)
+        atomic_write(path, buffer.getbuffer())
