@@ -14,7 +14,7 @@ from typing import Any
 
 from dspark.contracts import DsparkError
 from dspark.recipe import read_recipe
-from dspark.scorecard.text import span
+from dspark.scorecard.text import clip, span
 
 TIMED_STEPS = 12
 
@@ -89,7 +89,7 @@ def ablation_table(rows: list[dict[str, Any]]) -> str:
     titles = list(rows[0]["tau"])
     lines = [f"{'':<22}{'steps':>6}{'s/step':>8}" + "".join(f"{'ms b' + str(b):>8}" for b in rows[0]["draft_ms"])]
     lines += [
-        f"{row['name'][:21]:<22}{row['steps']:>6}{_seconds(row['step_seconds']):>8}"
+        f"{clip(row['name'], 21):<22}{row['steps']:>6}{_seconds(row['step_seconds']):>8}"
         + "".join(f"{ms:>8.1f}" for ms in row["draft_ms"].values())
         for row in rows
     ]
@@ -97,7 +97,7 @@ def ablation_table(rows: list[dict[str, Any]]) -> str:
         lines += ["", f"{title:<42}{'tau':<19}{'ratio'}"]
         for row in rows:
             ratio = "1" if row["ratio"][title] is None else span(row["ratio"][title])
-            lines.append(f"  {row['name'][:38]:<40}{span(row['tau'][title]):<19}{ratio}".rstrip())
+            lines.append(f"  {clip(row['name'], 38):<40}{span(row['tau'][title]):<19}{ratio}".rstrip())
     return "\n".join(lines)
 
 

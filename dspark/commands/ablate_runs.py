@@ -152,14 +152,16 @@ class Runs:
             return "\n".join([*lines, "  nothing left to run"])
         timing = f"{TIMED_STEPS * len(TIMINGS)} timed steps, {self.config.seconds} s of training"
         each = f"{self.config.steps} training steps" if self.config.steps else timing
-        cost = self._cost(len(missing))
+        cost = self._cost(missing)
         return "\n".join([*lines, f"  to run: {', '.join(missing)}", f"  each: {each}, a test; {cost}"])
 
-    def _cost(self, count: int) -> str:
-        fit, test = self._expected("fit"), self._expected("test")
-        if fit is None:
+    def _cost(self, names: list[str]) -> str:
+        jobs = [job for name in names for job in (self._fit(name), self._test(name)) if not self._has_run(job)]
+        expected = [self._expected(job.sort) for job in jobs]
+        known = [seconds for seconds in expected if seconds is not None]
+        if not known:
             return "how long is known once the first is done"
-        return f"about {duration(count * (fit + (test or 0)))} in all" + ("" if test else " and the tests")
+        return f"about {duration(sum(known))} in all" + (" and the tests" if len(known) < len(expected) else "")
 
     def _expected(self, sort: str) -> float | None:
         took = self._took.get(sort)
