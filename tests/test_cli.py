@@ -434,3 +434,11 @@ def test_predictions_become_one_record_a_block() -> None:
         {"logits": [1.0, 2.0], "domain": "a"},
         {"logits": [3.0, 4.0], "domain": "b"},
     ]
+
+
+@pytest.mark.parametrize("name", ["ablate", "compare"])
+def test_pages_of_what_takes_long_or_asks_for_much_say_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    page = capsys.readouterr().out
+    assert "\nNeeds: " in page
+    assert "Costs" in page

@@ -2,7 +2,8 @@
 
 A variant's runs, each a `dspark fit` or `dspark test` with a record of its origins beside its result: for equal time a
 few timed steps in turns, whose lower median counts (what disturbs a run only makes it slower); then the training; then
-the test, whose origins include the checkpoint's bytes. A run whose record says the same is not done again.
+the test, whose origins include the checkpoint's bytes. A run whose record says the same, of a result that is still as
+it was left, is not done again.
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ class Runs:
         if not (job.record.exists() and job.result.exists()):
             return False
         found = read_json(job.record, "record of a run")
-        if not isinstance(found, dict) or found.get("origins") != self._origins(job):
+        if not isinstance(found, dict) or found.get("result") != self._hashes.of(job.result):
+            return False  # not what the run left
+        if found.get("origins") != self._origins(job):
             return False
         self._took.setdefault(job.sort, []).append(found["seconds"])
         return True
@@ -133,14 +136,15 @@ class Runs:
             (job.folder / STEP_TIMES).unlink(missing_ok=True)  # a run of one step writes none
         made_from = self._origins(job)  # as it was when the run began
         own = {"trainer.default_root_dir": job.folder, **job.given}
-        told = [*self.config.overrides(job.name), *(f"--{key}={value}" for key, value in own.items())]
+        options = [*self.config.overrides(job.name), *(f"--{key}={value}" for key, value in own.items())]
         expected = self._expected(job.sort)
         title = f"variant {self.names.index(job.name) + 1} of {len(self.names)}: {job.name}, {self._what(job)}"
         self._say(f"{title}{f', about {duration(expected)}' if expected else ''}")
         log = job.folder / f"{job.verb}.log"
-        seconds = run_logged(["dspark", job.verb, self.config.recipe, *told], log, title, expected)
+        seconds = run_logged(["dspark", job.verb, self.config.recipe, *options], log, title, expected)
         self._took.setdefault(job.sort, []).append(seconds)
-        atomic_write(job.record, json.dumps({"origins": made_from, "seconds": seconds}, indent=1) + "\n")
+        told = {"origins": made_from, "result": self._hashes.of(job.result), "seconds": seconds}
+        atomic_write(job.record, json.dumps(told, indent=1) + "\n")
 
     # ---- what is said -------------------------------------------------------------------------------------------
 
