@@ -474,3 +474,11 @@ def test_a_fit_ends_with_the_next_command(recipe: Callable[..., str], capfd: pyt
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("checkpoint: out/last.ckpt; next: ")
     assert last.endswith(f"test {path} --model.init_args.width=3 --ckpt_path out/last.ckpt")
+
+
+@pytest.mark.parametrize("name", ["ablate", "compare"])
+def test_pages_of_what_takes_long_or_asks_for_much_say_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    page = capsys.readouterr().out
+    assert "\nNeeds: " in page
+    assert "Costs" in page

@@ -1,7 +1,8 @@
 """What an ablation is: variants of one recipe, trained for equal time, tested on the same prompts. Pure parts.
 
 Equal time, not equal steps: a part that makes a step dearer has to earn it. A variant's number of steps follows from
-the median of its own step time, measured first, so the runs themselves may be disturbed without being unfair.
+the median of its own step time, measured first, so the runs themselves may be disturbed without being unfair. With
+equal steps nothing is measured first: the step time is that of the training run itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from dspark.contracts import DsparkError
 from dspark.recipe import read_recipe
-from dspark.scorecard.text import span
+from dspark.scorecard.text import clip, span
 
 TIMED_STEPS = 12
 
@@ -59,10 +60,13 @@ class AblationConfig:
         if len(set(folders)) < len(folders):
             raise DsparkError(f"{where}: expected names that differ in letters or digits, but got {folders}.")
 
+    def given(self, name: str) -> dict[str, Any]:
+        """What the variant changes in the recipe, by dotted key; its own value before the common one."""
+        return {**self.common, **(self.variants[name] or {})}
+
     def overrides(self, name: str) -> list[str]:
         """The variant as arguments of `dspark fit`."""
-        both = {**self.common, **(self.variants[name] or {})}
-        return [f"--{key}={_yaml(value)}" for key, value in both.items()]
+        return [f"--{key}={_yaml(value)}" for key, value in self.given(name).items()]
 
 
 def folder_of(name: str) -> str:
@@ -80,12 +84,12 @@ def read_ablation(path: str) -> AblationConfig:
 
 
 def ablation_table(rows: list[dict[str, Any]]) -> str:
-    """A row a variant at 80 columns. rows: name, steps, step_seconds, draft_ms (by batch size), tau and ratio by
-    setting (value, interval)."""
+    """A row a variant at 80 columns. rows: name, steps, step_seconds (or None), draft_ms (by batch size), tau and
+    ratio by setting (value, interval)."""
     titles = list(rows[0]["tau"])
     lines = [f"{'':<22}{'steps':>6}{'s/step':>8}" + "".join(f"{'ms b' + str(b):>8}" for b in rows[0]["draft_ms"])]
     lines += [
-        f"{row['name'][:21]:<22}{row['steps']:>6}{row['step_seconds']:>8.2f}"
+        f"{clip(row['name'], 21):<22}{row['steps']:>6}{_seconds(row['step_seconds']):>8}"
         + "".join(f"{ms:>8.1f}" for ms in row["draft_ms"].values())
         for row in rows
     ]
@@ -93,8 +97,13 @@ def ablation_table(rows: list[dict[str, Any]]) -> str:
         lines += ["", f"{title:<42}{'tau':<19}{'ratio'}"]
         for row in rows:
             ratio = "1" if row["ratio"][title] is None else span(row["ratio"][title])
-            lines.append(f"  {row['name'][:38]:<40}{span(row['tau'][title]):<19}{ratio}".rstrip())
+            lines.append(f"  {clip(row['name'], 38):<40}{span(row['tau'][title]):<19}{ratio}".rstrip())
     return "\n".join(lines)
+
+
+def _seconds(value: float | None) -> str:
+    """A step's time in seconds, with as many digits as a quick step needs."""
+    return "-" if value is None else f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
 
 
 def _yaml(value: Any) -> str:

@@ -2,8 +2,10 @@
 
 Per setting and domain: tau with its interval, and its ratio to the first draft model's with an interval that resamples
 the same conversations for both, so that what makes a prompt easy cancels out. One picture shows how acceptance
-decays over the slots of a block, a curve a draft model. Reports of other targets, prompts, lengths or seeds are
-refused.
+decays over the slots of a block, a curve a draft model.
+
+Needs: at least two reports of the same target, prompts, lengths and seed with a setting in common, as they were
+written: one that was edited, or is older than the hash of its content, is refused. Costs seconds: no model is loaded.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ model, so the ratio is known better than either tau. Left out on purpose: tests 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +17,9 @@ from dspark.scorecard.rates import OVERALL, Estimate, count_table, estimate, rat
 from dspark.scorecard.text import WIDTH, clip, span
 
 SCHEMA = "dspark-drafter-comparison/1"
+_NAME = 16  # columns of a draft model's name
 _MUST_AGREE = {
-    "target": lambda r: r["target"]["fingerprint"],
-    "prompts": lambda r: r["prompts"]["hash"],
+    "target": lambda r: f"{r['target']['name']}, {r['target']['dtype']} ({r['target']['fingerprint'][:12]})",
     "max_tokens": lambda r: r["run"]["max_tokens"],
     "run_seed": lambda r: r["run"]["run_seed"],
 }
@@ -64,20 +63,31 @@ def comparison_text(data: dict[str, Any]) -> str:
         "round, the target's own excluded. ratio: of tau to the first draft model's, the",
         "same conversations resampled for both. [low, high]: 95 %.",
     ]
+    short = _short(data["drafters"])
+    lines += [clip(f"{short[name]}: {name}", WIDTH - 2) for name in short if short[name] != name]
     for title in data["titles"]:
         lines += ["-" * (WIDTH - 2), title, f"{'':<26}{'tau (own included)':<20}{'drafts':<10}{'ratio of tau':<20}"]
-        lines += [_line(row) for row in data["rows"] if row["title"] == title]
+        lines += [_line(row, short) for row in data["rows"] if row["title"] == title]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: dict[str, Any], short: Mapping[str, str]) -> str:
     ratio = "1" if row["ratio"] is None else span(row["ratio"], 3)
-    name = f"{clip(row['domain'], 8):<9}{clip(row['drafter'], 16):<17}"
+    name = f"{clip(row['domain'], 8):<9}{short[row['drafter']]:<{_NAME + 1}}"
     return f"{name}{span(row['tau']):<20}{span({**row['accepted'], 'interval': None}):<10}{ratio:<20}"
 
 
+def _short(names: Iterable[str]) -> dict[str, str]:
+    """name -> what stands in its column: the name, cut in the middle when long, numbered when two are then one."""
+    names = list(names)
+    cut = [clip(name, _NAME) for name in names]
+    twice = len(set(cut)) < len(cut)
+    return {name: f"{i + 1} {clip(name, _NAME - 3)}" if twice else cut[i] for i, name in enumerate(names)}
+
+
 def _rows(reports: Mapping[str, dict[str, Any]], entry: dict[str, Any], domain: str) -> list[dict[str, Any]]:
-    counts = {name: _counts(_entry(report, entry), domain) for name, report in reports.items()}
+    order = [c["prompt_id"] for c in entry["conversations"] if domain in (OVERALL, c["domain"])]
+    counts = {name: _counts(_entry(report, entry), order) for name, report in reports.items()}
     base = next(iter(counts))
     found = []
     for name, report in reports.items():
@@ -88,8 +98,10 @@ def _rows(reports: Mapping[str, dict[str, Any]], entry: dict[str, Any], domain: 
     return found
 
 
-def _counts(entry: dict[str, Any], domain: str) -> Tensor:
-    return count_table([c for c in entry["conversations"] if domain in (OVERALL, c["domain"])])
+def _counts(entry: dict[str, Any], order: Sequence[str]) -> Tensor:
+    """The counts of the conversations called so, in that order: pairs are made by id, never by place."""
+    by_id = {c["prompt_id"]: c for c in entry["conversations"]}
+    return count_table([by_id[name] for name in order])
 
 
 def _entry(report: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
@@ -101,9 +113,31 @@ def _check(reports: Mapping[str, dict[str, Any]]) -> None:
     if len(reports) < 2:
         raise DsparkError(f"compare: expected at least two reports, but got {len(reports)}.")
     for what, of in _MUST_AGREE.items():
-        values: Sequence[Any] = [of(report) for report in reports.values()]
-        if any(value != values[0] for value in values):
-            told = json.dumps({name: str(v)[:12] for name, v in zip(reports, values, strict=True)})
+        _refuse_other(what, {name: of(report) for name, report in reports.items()})
+    _refuse_other_prompts(reports)
+
+
+def _refuse_other(what: str, values: Mapping[str, Any]) -> None:
+    if len(set(values.values())) > 1:
+        told = "; ".join(f"{name} has {value}" for name, value in values.items())
+        raise DsparkError(f"compare: expected reports of the same {what}, but {told}. Test them again on the same.")
+
+
+def _refuse_other_prompts(reports: Mapping[str, dict[str, Any]]) -> None:
+    first, *others = reports
+    for other in others:
+        one, two = _prompt_ids(reports[first]), _prompt_ids(reports[other])
+        said = ""
+        if one != two:
+            said = f"{first} has {len(one)} and {other} has {len(two)}, {len(one & two)} of them the same"
+        elif reports[first]["prompts"]["hash"] != reports[other]["prompts"]["hash"]:
+            said = f"the {len(one)} of {first} and {other} differ in order, domains or tokens"
+        if said:
             raise DsparkError(
-                f"compare: expected reports of the same {what}, but got {told}. Test them again on the same."
+                f"compare: expected reports of the same prompts, but {said}. Test both draft models again with the "
+                "same test.prompts, test.split and test.limit."
             )
+
+
+def _prompt_ids(report: dict[str, Any]) -> set[str]:
+    return {c["prompt_id"] for entry in report["settings"] for c in entry["conversations"]}

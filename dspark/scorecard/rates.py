@@ -16,6 +16,7 @@ from torch import Tensor
 from dspark.calibration.bootstrap import interval, resample_weights
 
 OVERALL = "overall"
+FEW = 20  # blocks; a share of fewer is shown as such
 DEFINITIONS = {
     "tau": "tokens per round, the target's own token included",
     "accepted": "accepted drafts per round, the target's own token excluded",

@@ -9,6 +9,7 @@
     run            max_tokens, run_seed, batch_size
     settings       per setting: how it sampled, counts, verdict, figures by domain, and the counts of every conversation
                    (so that intervals and comparisons can be made again from the file alone)
+    content        sha256 of all of the above: a report that was damaged or edited is no report
 No times of day are in it: the same draft model on the same machine gives the same bytes.
 """
 
@@ -25,13 +26,15 @@ from dspark.contracts import DsparkError
 from dspark.corpus.prompts import Prompt, prompts_hash
 from dspark.drafter.identity import drafter_hash
 from dspark.drafter.model import Drafter
-from dspark.files import read_json
+from dspark.files import read_json, sha256_json
 from dspark.scorecard.measure import Conversation, Outcome, RunOptions
 from dspark.scorecard.rates import DEFINITIONS, figures
 from dspark.target.decoder import Target
 
 SCHEMA = "dspark-drafter-report/1"
 REPORT_NAME = "drafter_report.json"
+SEAL = "content"
+_AGAIN = "Test the draft model again: lightning test recipes/drafter.yaml."
 
 
 def build_report(
@@ -47,21 +50,33 @@ def build_report(
     """JSON-ready. drafter: as it would be exported (its hash is the bundle's). prompt_facts, drafter_facts: where they
     came from."""
     config = drafter.config
-    return {
-        "schema": SCHEMA,
-        "definitions": DEFINITIONS,
-        "target": {"name": target.name, "fingerprint": target.fingerprint, "dtype": str(target.dtype)[len("torch.") :]},
-        "drafter": {
-            **drafter_facts,
-            "hash": drafter_hash(drafter),
-            "slots": config.num_predictions,
-            "config": config.to_dict(),
-        },
-        "prompts": {**prompt_facts, "hash": prompts_hash(prompts), "count": len(prompts)},
-        "machine": {**ops.fingerprint(), "python": platform.python_version()},
-        "run": asdict(run),
-        "settings": [_entry(outcome) for outcome in outcomes],
-    }
+    return sealed(
+        {
+            "schema": SCHEMA,
+            "definitions": DEFINITIONS,
+            "target": {
+                "name": target.name,
+                "fingerprint": target.fingerprint,
+                "dtype": str(target.dtype)[len("torch.") :],
+            },
+            "drafter": {
+                **drafter_facts,
+                "hash": drafter_hash(drafter),
+                "slots": config.num_predictions,
+                "config": config.to_dict(),
+            },
+            "prompts": {**prompt_facts, "hash": prompts_hash(prompts), "count": len(prompts)},
+            "machine": {**ops.fingerprint(), "python": platform.python_version()},
+            "run": asdict(run),
+            "settings": [_entry(outcome) for outcome in outcomes],
+        }
+    )
+
+
+def sealed(report: dict[str, Any]) -> dict[str, Any]:
+    """The report with the hash of its own content; one that it had already is left out and made anew."""
+    content = {key: value for key, value in report.items() if key != SEAL}
+    return {**content, SEAL: sha256_json(content)}
 
 
 def _entry(outcome: Outcome) -> dict[str, Any]:
@@ -84,7 +99,9 @@ def _plain(conversation: Conversation) -> dict[str, Any]:
 
 
 def load_report(path: str | Path) -> dict[str, Any]:
-    """A report from its file, or from the folder it lies in. Raises DsparkError when it is none."""
+    """A report from its file, or from the folder it lies in. Raises DsparkError when it is none, or not as it was
+    written. One from before reports had a hash is refused as well: nothing vouches for its counts, and a test takes
+    minutes."""
     path = Path(path)
     path = path / REPORT_NAME if path.is_dir() else path
     report = read_json(path, "drafter report")
@@ -94,7 +111,24 @@ def load_report(path: str | Path) -> dict[str, Any]:
             f'{path}: expected a report of schema "{SCHEMA}", but got {found!r}. Make it with `lightning test '
             "recipes/drafter.yaml`."
         )
+    if SEAL not in report:
+        raise DsparkError(
+            f"{path}: expected a hash of the report's own content, but it has none: it was written before they were "
+            f"kept, or edited. {_AGAIN}"
+        )
+    if not _is_intact(report):
+        raise DsparkError(
+            f"{path}: expected a report as it was written, but its content is not what its hash says: it was edited or "
+            f"damaged. {_AGAIN}"
+        )
     return report
+
+
+def _is_intact(report: dict[str, Any]) -> bool:
+    try:
+        return sealed(report) == report
+    except (ValueError, RecursionError):  # what no report holds: NaN, half a character, an abyss of brackets
+        return False
 
 
 def refuse_difference(report: dict[str, Any]) -> None:

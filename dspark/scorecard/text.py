@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dspark.scorecard.rates import OVERALL, Estimate
+from dspark.scorecard.rates import FEW, OVERALL, Estimate
 
 WIDTH = 80
 _NAME, _CELL, _PER_LINE = 12, 7, 9  # columns of a name, of a slot's cell; slots in a line
-_LEGEND = """\
+_LEGEND = f"""\
 tau: tokens per round, the target's own included. drafts: accepted drafts per
 round, the target's own excluded. slot k: accepted in % of the rounds where all
 slots before it were; survival: up to and including it, in % of all blocks.
+blocks: how many rounds that are; * marks a share of fewer than {FEW}.
 [low, high]: 95 %, whole conversations resampled; too narrow for a handful."""
 
 
@@ -39,8 +40,9 @@ def span(one: Estimate, digits: int = 2) -> str:
 
 
 def clip(name: str, width: int) -> str:
-    """A name cut to a column, its end kept: paths and hashes differ there."""
-    return name if len(name) <= width else f"…{name[1 - width :]}"
+    """A name cut to a column in its middle: names differ at the beginning, paths at the end."""
+    tail = width // 2
+    return name if len(name) <= width else f"{name[: width - tail - 1]}…{name[-tail:]}"
 
 
 def _lengths(entry: dict[str, Any]) -> list[str]:
@@ -58,23 +60,27 @@ def _slots(entry: dict[str, Any]) -> list[str]:
     for start in range(0, slots, _PER_LINE):
         part = slice(start, start + _PER_LINE)
         numbers = range(start + 1, min(start + _PER_LINE, slots) + 1)
-        lines.append(f"{'slot':<{_NAME}}" + "".join(f"{k:>{_CELL}}" for k in numbers))
+        lines.append(f"{'slot':<{_NAME}}" + "".join(f"{k:>{_CELL - 1}} " for k in numbers))
         lines += [f"{label:<{_NAME}}{cells}" for label, cells in _slot_rows(entry["figures"], part)]
     return lines
 
 
 def _slot_rows(found: dict[str, Any], part: slice) -> Iterator[tuple[str, str]]:
     overall = found[OVERALL]
+    yield "blocks", "".join(f"{n:>{_CELL - 1}} " for n in overall["tried"][part])
     for name, one in found.items():
-        yield clip(name, _NAME - 1), _percents([e["value"] for e in one["conditional"][part]])
+        yield clip(name, _NAME - 1), _percents([e["value"] for e in one["conditional"][part]], one["tried"][part])
         if name == OVERALL:
             for end, label in enumerate(("  low", "  high")):
                 yield label, _percents([e["interval"] and e["interval"][end] for e in one["conditional"][part]])
     yield "survival", _percents([e["value"] for e in overall["survival"][part]])
 
 
-def _percents(values: list[float | None]) -> str:
-    return "".join(f"{'-' if v is None else f'{100 * v:.1f}':>{_CELL}}" for v in values)
+def _percents(values: list[float | None], blocks: Sequence[int] = ()) -> str:
+    """A cell a value; marked where it comes of few blocks."""
+    texts = ["-" if v is None else f"{100 * v:.1f}" for v in values]
+    marks = ["*" if v is not None and n < FEW else " " for v, n in zip(values, blocks, strict=True)] if blocks else []
+    return "".join(f"{text:>{_CELL - 1}}{mark}" for text, mark in zip(texts, marks or " " * len(texts), strict=True))
 
 
 def _verdict(entry: dict[str, Any]) -> list[str]:

@@ -24,6 +24,7 @@ from dspark.drafter.regression import start_by_regression
 from dspark.scorecard.report import refuse_difference
 from dspark.scorecard.text import report_text
 from dspark.training.adopt import refuse_other_shape, saved_config, shape_of
+from dspark.training.bars import HiddenBar
 from dspark.training.batches import SequenceBatch
 from dspark.training.blueprint import draft_config, draft_ids, refuse_contradictions
 from dspark.training.checkpoint import name_moments, seal
@@ -94,6 +95,7 @@ class DrafterModule(FrozenTargetModule):
         self.test = as_options(RolloutOptions, test or RolloutOptions())
         self.cache: FeatureCache | None = None
         self._ready = self._blank = False
+        self._lightnings_bar = HiddenBar()
         self._origin: dict[str, Any] = {}  # of the weights, for the report
         given = {"drafter": self.shape, "losses": self.losses, "optimizer": self.optimizer_options, "init": self.init}
         given |= {"features": self.features}
@@ -107,6 +109,9 @@ class DrafterModule(FrozenTargetModule):
         if stage == "predict":
             raise DsparkError(NOTHING_TO_PREDICT)
         super().setup(stage)
+        self._lightnings_bar.show()  # where an exception cut off the test that hid it
+        if stage == "test" and self._all_rollouts():
+            self._lightnings_bar.hide(self.trainer)
         if not self._ready:
             self._ready = True
             self._blank = stage == "test"  # all of it comes from the checkpoint, so no training data are read
@@ -314,6 +319,14 @@ class DrafterModule(FrozenTargetModule):
                 "data/prompts/test.jsonl."
             )
         forget_packed(self)
+
+    def on_test_end(self) -> None:
+        self._lightnings_bar.show()
+
+    def _all_rollouts(self) -> bool:
+        """Whether the test has no sequences, so that the trainer's steps say nothing of how far it is."""
+        paths = getattr(getattr(self.trainer, "datamodule", None), "paths", {})
+        return bool(self.test.prompts) and not paths.get("test")
 
     test_step = validation_step
 

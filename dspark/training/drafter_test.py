@@ -7,12 +7,9 @@ purpose: sharing the prompts out among ranks (the first one does them all).
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from dspark.calibration.figures import png
 from dspark.corpus.prompts import PromptSet, load_prompts
@@ -25,6 +22,7 @@ from dspark.scorecard.rates import OVERALL
 from dspark.scorecard.report import REPORT_NAME, build_report
 from dspark.target.decoder import Target
 from dspark.target.load import load_tokenizer
+from dspark.training.bars import bar
 from dspark.training.checkpoint import served
 from dspark.training.options import RolloutOptions
 
@@ -44,10 +42,9 @@ def rollout_report(
     run = RunOptions(options.max_tokens, options.run_seed, options.batch_size)
     running = served(drafter, target)
     told = {"source": options.prompts, "split": options.split, "limit": options.limit, "dropped": len(chosen.dropped)}
-    with tqdm(total=len(prompts) * sum(1 + s.equals_plain for s in options.settings), desc="rollouts", unit="seq",
-              disable=quiet, file=sys.stderr, dynamic_ncols=True, leave=False) as bar:  # fmt: skip
+    with bar("rollouts", len(prompts) * sum(1 + s.equals_plain for s in options.settings), quiet) as shown:
         outcomes: list[Outcome] = [
-            measure(target, running, prompts, setting, run, lambda *_: bar.update()) for setting in options.settings
+            measure(target, running, prompts, setting, run, lambda *_: shown.update()) for setting in options.settings
         ]
     return build_report(
         outcomes, target=target, drafter=drafter, prompts=prompts, run=run, prompt_facts=told, drafter_facts=facts

@@ -6,13 +6,12 @@ dropped.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
-from tqdm import tqdm
 
 from dspark.drafter.regression import Observations
+from dspark.training.bars import bar
 from dspark.training.batches import BatchPlan, SequenceBatch, generator
 from dspark.training.data import sequence_batch
 from dspark.training.frozen import Capture, blocks_of
@@ -31,13 +30,12 @@ def observe(look: Look, samples: Sequence[Sample], count: int, slots: int, seed:
     chosen = [samples[i] for i in order]
     plan = BatchPlan([len(s.ids) for s in chosen], _TOKENS, seed, shuffle=False)
     parts = []
-    with tqdm(total=len(chosen), desc="looking at answers", unit="seq", disable=quiet, file=sys.stderr,
-              dynamic_ncols=True, leave=False) as bar:  # fmt: skip
+    with bar("looking at answers", len(chosen), quiet) as shown:
         for group in filter(None, plan.epoch(0)):
             picked = [chosen[i] for i in group]
             batch = sequence_batch(picked, [anchor_candidates(s.loss_mask) for s in picked])
             parts.append(_observe_batch(look, batch, slots))
-            bar.update(len(group))
+            shown.update(len(group))
     return Observations.join(parts)
 
 

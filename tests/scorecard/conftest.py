@@ -12,7 +12,7 @@ import pytest
 
 from dspark.scorecard.measure import Conversation, Outcome
 from dspark.scorecard.rates import DEFINITIONS
-from dspark.scorecard.report import SCHEMA, _entry
+from dspark.scorecard.report import SCHEMA, _entry, sealed
 from dspark.scorecard.setting import Setting
 
 
@@ -43,14 +43,16 @@ def make_report() -> Callable[..., dict[str, Any]]:
     """make_report({setting: conversations}, hash=..., **changes of an outcome): a report without models behind it."""
 
     def make(settings: dict[Setting, list[Conversation]], identity: str = "a" * 64, **changes: Any) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            "definitions": DEFINITIONS,
-            "target": {"name": "tiny", "fingerprint": "f" * 64, "dtype": "float32"},
-            "drafter": {"hash": identity, "slots": 3},
-            "prompts": {"source": "test.jsonl", "hash": "p" * 64, "count": 4},
-            "run": {"max_tokens": 8, "run_seed": 0, "batch_size": 4},
-            "settings": [entry(setting, some, **changes) for setting, some in settings.items()],
-        }
+        return sealed(
+            {
+                "schema": SCHEMA,
+                "definitions": DEFINITIONS,
+                "target": {"name": "tiny", "fingerprint": "f" * 64, "dtype": "float32"},
+                "drafter": {"hash": identity, "slots": 3},
+                "prompts": {"source": "test.jsonl", "hash": "p" * 64, "count": 4},
+                "run": {"max_tokens": 8, "run_seed": 0, "batch_size": 4},
+                "settings": [entry(setting, some, **changes) for setting, some in settings.items()],
+            }
+        )
 
     return make

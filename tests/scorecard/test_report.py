@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -144,3 +144,48 @@ def test_a_setting_that_cannot_be_is_refused() -> None:
     for bad in (("greedy", 0.5), ("magic", 1.0), ("coupled", -1.0), ("coupled", 1.0, 0.0)):
         with pytest.raises(DsparkError, match="expected"):
             Setting(*bad)  # type: ignore[arg-type]
+
+
+def kinds_of_damage(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything in a report, two entries of each list."""
+    inner: Any = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield (*path, key)
+        yield from kinds_of_damage(one, (*path, key))
+
+
+def test_whatever_is_changed_in_a_report_is_one_error(make_report: Callable[..., Any], tmp_path: Path) -> None:
+    good = make_report({SETTINGS[0]: [Conversation(f"p{i}", "math", COUNTS) for i in range(3)]})
+    file, text = tmp_path / "drafter_report.json", json.dumps(good)
+    file.write_text(text)
+    assert load_report(tmp_path) == good
+    paths = list(kinds_of_damage(good))
+    assert len(paths) > 80
+    for path in paths:
+        for bad in (None, [], "x", -5):
+            report = json.loads(text)
+            place = report
+            for key in path[:-1]:
+                place = place[key]
+            if place[path[-1]] == bad:
+                continue
+            place[path[-1]] = bad
+            file.write_text(json.dumps(report))
+            with pytest.raises(DsparkError, match=r"edited or damaged.*Test|expected a report of schema"):
+                load_report(tmp_path)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", '"\\ud800"', "1e999"])
+def test_what_json_should_not_hold_is_damage(make_report: Callable[..., Any], tmp_path: Path, number: str) -> None:
+    text = json.dumps(make_report({SETTINGS[0]: [Conversation("p", "math", COUNTS)]}))
+    (tmp_path / "drafter_report.json").write_text(text.replace('"max_tokens": 8', f'"max_tokens": {number}'))
+    with pytest.raises(DsparkError, match="edited or damaged"):
+        load_report(tmp_path)
+
+
+def test_a_report_without_a_hash_is_tested_again(make_report: Callable[..., Any], tmp_path: Path) -> None:
+    report = make_report({SETTINGS[0]: [Conversation("p", "math", COUNTS)]})
+    del report["content"]
+    (tmp_path / "drafter_report.json").write_text(json.dumps(report))
+    with pytest.raises(DsparkError, match=r"it has none.*Test the draft model again"):
+        load_report(tmp_path)

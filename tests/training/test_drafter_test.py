@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
 
 from dspark import cli
 from dspark.contracts import DsparkError
@@ -194,3 +195,43 @@ def test_the_recipe_without_a_checkpoint_says_what_to_do(
     assert "runs/demo/drafter/last.ckpt: expected a checkpoint" in error
     assert "train first: lightning fit" in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_test_of_rollouts_shows_their_bar_alone(
+    tiny: Any, target: Any, data_dir: Path, prompts: list[Prompt], checkpoint: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    shown = TQDMProgressBar()
+    kw = {"enable_progress_bar": True, "callbacks": [shown]}
+    run_test(tiny, module_with(tiny), tmp_path, checkpoint, **kw)
+    said = capsys.readouterr()
+    assert "Testing" not in said.out + said.err
+    assert said.out.startswith("draft model")
+    assert "rollouts: " in said.err
+    assert "\x1b" not in said.out + said.err
+    assert shown.is_enabled
+    run_test(tiny, module_with(tiny), tmp_path, checkpoint, seqs=[str(data_dir)], **kw)  # two bars, one below the other
+    said = capsys.readouterr()
+    assert "Testing" in said.out
+    assert "\x1b" not in said.out + said.err
+
+
+def test_without_a_progress_bar_nothing_is_shown(
+    tiny: Any, target: Any, prompts: list[Prompt], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_test(tiny, module_with(tiny), tmp_path, checkpoint, enable_progress_bar=False)
+    assert "rollouts" not in capsys.readouterr().err
+
+
+def test_the_trainers_bar_is_back_after_a_test_that_was_cut(
+    tiny: Any, target: Any, data_dir: Path, prompts: list[Prompt], checkpoint: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    module, shown = module_with(tiny), TQDMProgressBar()
+    trainer = tiny.make_trainer(tmp_path, 1, enable_progress_bar=True, callbacks=[shown], limit_val_batches=0)
+    monkeypatch.setattr("dspark.scorecard.measure.differing", lambda *_: 1)
+    with pytest.raises(DsparkError, match="plain decoding"):
+        trainer.test(module, TrajectoryDataModule(["/nowhere"]), ckpt_path=checkpoint, verbose=False)
+    assert not shown.is_enabled
+    trainer.validate(module, TrajectoryDataModule(["/nowhere"], val=[str(data_dir)]), verbose=False)
+    assert shown.is_enabled
