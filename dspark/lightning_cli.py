@@ -273,11 +273,13 @@ class RecipeCLI(LightningCLI):
         return f"{self.program} test {shlex.join([*words, '--ckpt_path', path])}"
 
     def _last_checkpoint(self) -> str:
-        for last in (c.path for c in self.trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)):
-            if last is not None and last.is_file():
-                return str(last)
+        """The newest that this run wrote, or went on from; an older run's in the same folder is none of it."""
+        ours = (c.written for c in self.trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint))
+        if (written := next(filter(None, ours), None)) is not None:
+            return str(written)
         callback = self.trainer.checkpoint_callback
-        return getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
+        found = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
+        return found or str(self.trainer.ckpt_path or "")
 
     def _advice(self) -> str:
         path = self._last_checkpoint()

@@ -1,4 +1,4 @@
-"""What a run's result follows from: the recipe after all overrides, the bytes of what it names, the version of dspark.
+"""What a run's result follows from: the recipe after all overrides, the bytes of what it names, code and machine.
 
 Every text of the recipe that is a file or a folder counts, whichever key it stands under: training data, prompts, a
 tokenizer, a checkpoint. The target counts by the files of its checkpoint, wherever they were fetched from. Left out on
@@ -17,11 +17,15 @@ from typing import Any
 
 import yaml
 
+import dspark
 from dspark import __version__
 from dspark.files import sha256_file, sha256_json
+from dspark.ops import fingerprint
 from dspark.target.load import checkpoint_dir
 
-_WRITTEN = ("trainer", "cache", "out")  # keys under which a run writes
+_PACKAGE = Path(dspark.__file__).parent
+
+_NO_INPUTS = ("trainer", "cache", "out", "split")  # keys under which a run writes, or that name a part
 
 
 class Hashes:
@@ -68,8 +72,10 @@ def origins(recipe: Mapping[str, Any], hashes: Hashes) -> dict[str, Any]:
         path = checkpoint_dir(text) if key == "target" else text
         if os.path.exists(path):
             inputs[text] = hashes.of(path)
+    code = [[str(p.relative_to(_PACKAGE)), hashes.of(p)] for p in sorted(_PACKAGE.rglob("*.py"))]
+    made_by = {"version": __version__, "code": sha256_json(code), "operations": fingerprint()}
     content = hashlib.sha256(yaml.safe_dump(dict(recipe), sort_keys=True).encode()).hexdigest()
-    return {"dspark": __version__, "recipe": content, "inputs": inputs}
+    return {"dspark": made_by, "recipe": content, "inputs": inputs}
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -78,7 +84,7 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, value
     elif isinstance(value, Mapping):
         for name, one in value.items():
-            if name not in _WRITTEN:
+            if name not in _NO_INPUTS:
                 yield from _texts(one, str(name))
     elif isinstance(value, list):
         for one in value:

@@ -100,7 +100,7 @@ class Runs:
     def _timed(self, kind: str, name: str) -> Job:
         folder = self.out / folder_of(name) / kind
         quick = {"model.init_args.init.regression": 0, "trainer.max_steps": TIMED_STEPS, "trainer.limit_val_batches": 0}
-        return Job(kind, name, folder, quick, folder / CHECKPOINT)
+        return Job(kind, name, folder, quick, folder / STEP_TIMES)
 
     def _fit(self, name: str) -> Job:
         folder, steps = self.out / folder_of(name), self.steps(name)

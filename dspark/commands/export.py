@@ -33,10 +33,11 @@ from dspark.drafter.model import Drafter
 from dspark.export.bundle import drafter_hash, write_calibration
 from dspark.export.formats import FORMATS, check_sayable, is_ours, load_draft, notes, write_draft
 from dspark.export.gate import check_parity, check_same
+from dspark.export.speculators import KIND as NESTED
 from dspark.files import atomic_dir
 from dspark.target.checkpoint import read_config_dict
 from dspark.target.decoder import Target
-from dspark.target.load import checkpoint_dir, load_target
+from dspark.target.load import EMBEDDED, checkpoint_dir, load_target
 
 EXAMPLES = """
 examples:
@@ -96,7 +97,13 @@ def export(
         for path in folder.iterdir():
             path.rename(temporary / path.name)
         folder.rmdir()
-    return {"drafter_hash": identity, "compared": compared, "out": out, "notes": notes(kind, draft)}
+    told = notes(kind, draft)
+    if kind == NESTED and (target_source == EMBEDDED or target_source.endswith(".gguf")):
+        told.append(
+            f"the file names its target {target_source!r}, which other engines take for a hub id: give --target the "
+            "folder or hub id that they shall load"
+        )
+    return {"drafter_hash": identity, "compared": compared, "out": out, "notes": told}
 
 
 def _write_calibration(folder: Path, fitted: dict[str, Any]) -> None:

@@ -35,11 +35,15 @@ def alone_in(folder: Path, what: str) -> Iterator[None]:
         os.set_inheritable(handle, True)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise DsparkError(
                 f"{what}: expected {folder} to itself, but another run works there. Wait for its end, or give another "
                 "--out."
             ) from None
+        except OSError as error:
+            raise DsparkError(
+                f"{what}: expected to lock {folder}, but got: {error.strerror}. Give another --out."
+            ) from error
         yield
     finally:
         os.close(handle)

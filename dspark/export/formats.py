@@ -93,17 +93,17 @@ def check_sayable(kind: str, config: DrafterConfig) -> None:
     if fields:
         raise DsparkError(
             f"export: expected a draft model that the {kind} format can hold, but it has {'; '.join(fields)}. "
-            f"Export it as a bundle, or train one that can be said: {'; '.join(map(_remedy, fields))} "
-            "(in model.init_args.drafter; recipes/engines.yaml is such a recipe)."
+            f"Export it as a bundle{_remedy([clause.split()[0] for clause in fields])}."
         )
 
 
-def _remedy(refused: str) -> str:
-    """The recipe's field that avoids what a format refuses. refused: a clause that opens with the field's name."""
-    name = refused.split()[0]
-    if name in ("attention_bias", "mlp_bias"):
-        return f"{name} is the target's own, so a bundle alone fits this target"
-    return f"{name}: {_SAYABLE[name]}"
+def _remedy(names: list[str]) -> str:
+    """How a recipe avoids the fields that a format refuses."""
+    fixed = [name for name in names if name not in _SAYABLE]
+    if fixed:
+        return f", which alone fits this target: {' and '.join(fixed)} can be set by no recipe"
+    wanted = "; ".join(f"{name}: {_SAYABLE[name]}" for name in names)
+    return f", or train one that can be said: {wanted} (in model.init_args.drafter; see recipes/engines.yaml)"
 
 
 def notes(kind: str, draft: Draft) -> list[str]:

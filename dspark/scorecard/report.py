@@ -31,7 +31,7 @@ from dspark.scorecard.measure import Conversation, Outcome, RunOptions
 from dspark.scorecard.rates import DEFINITIONS, figures
 from dspark.target.decoder import Target
 
-SCHEMA = "dspark-drafter-report/1"
+SCHEMA = "dspark-drafter-report/2"
 REPORT_NAME = "drafter_report.json"
 SEAL = "content"
 _AGAIN = "Test the draft model again: lightning test recipes/drafter.yaml."

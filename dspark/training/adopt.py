@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from dataclasses import fields, replace
 from typing import Any
 
@@ -36,11 +38,17 @@ def refuse_other_shape(saved: DrafterConfig, given: DrafterConfig, advice: str =
     """Raises DsparkError when the two differ, with the overrides that would make the recipe fit, or other advice."""
     if differing := _differing(saved, given):
         values = {name: json.dumps(saved.to_dict()[name]) for name in differing}
-        overrides = " ".join(f"--model.init_args.drafter.{name}={value}" for name, value in values.items())
+        overrides = " ".join(f"--model.init_args.drafter.{name}={shlex.quote(v)}" for name, v in values.items())
         raise DsparkError(
             "checkpoint: expected the draft model of this recipe to go on with, but got another: "
             f"{_told(saved, given, differing)}. {advice or f'Add {overrides}, or start a new run.'}"
         )
+
+
+def tell_adopted(saved: DrafterConfig, given: DrafterConfig) -> None:
+    """One line on stderr: an evaluation is of the checkpoint's draft model, and in what it is not the recipe's."""
+    told = _told(saved, given, _differing(saved, given))
+    print(f"this is the checkpoint's draft model, not the recipe's: {told}", file=sys.stderr)
 
 
 def shape_of(shape: DrafterOptions, config: DrafterConfig) -> DrafterOptions:

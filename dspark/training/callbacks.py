@@ -66,6 +66,14 @@ class LastCheckpoint(_InRootDir):
             enable_version_counter=False,
         )
         self._stop_asked = False
+        self.written: Path | None = None  # by this run
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop_asked, self.written = False, None
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        self.written = Path(filepath)
 
     @property
     def path(self) -> Path | None:

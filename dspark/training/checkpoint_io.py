@@ -8,7 +8,9 @@ Left out on purpose: remote file systems, and the folders of save_distributed_ch
 
 from __future__ import annotations
 
+import glob
 import io
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Raises DsparkError when the place cannot be written or the disk is full; the older file is as it was."""
         assert storage_options is None, "no file here takes storage options"
+        path = Path(path)
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # by a kill: as large as the checkpoint
+            left.unlink(missing_ok=True)
         buffer = io.BytesIO()  # the file's size in memory, as Lightning has it too
         torch.save(checkpoint, buffer)
         atomic_write(path, buffer.getbuffer())

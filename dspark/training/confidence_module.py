@@ -20,7 +20,7 @@ from dspark.calibration.metrics import SlotAUROC, SlotBrier, SlotECE, SlotMeanOb
 from dspark.contracts import DsparkError
 from dspark.drafter.model import Drafter
 from dspark.training import losses
-from dspark.training.adopt import refuse_other_shape, saved_config
+from dspark.training.adopt import refuse_other_shape, saved_config, tell_adopted
 from dspark.training.batches import RoundBatch
 from dspark.training.checkpoint import drafter_in, load_drafter, seal, served
 from dspark.training.frozen import Capture, FrozenTargetModule, capture, law_reader
@@ -250,6 +250,8 @@ class ConfidenceModule(FrozenTargetModule):
         if self.fitting:
             refuse_other_shape(saved, self.drafter.config, f"{self.source} is another than the run began with.")
         if saved != self.drafter.config:
+            if self.trainer.is_global_zero:
+                tell_adopted(saved, self.drafter.config)
             self.drafter = drafter_in(checkpoint, saved).bind(self.target.embed_weight, self.target.head_weight)
             self._prepare()
         self.refuse_other_optimizer(checkpoint, self.optimizer_options)

@@ -23,7 +23,7 @@ from dspark.drafter.model import Drafter
 from dspark.drafter.regression import start_by_regression
 from dspark.scorecard.report import refuse_difference
 from dspark.scorecard.text import report_text
-from dspark.training.adopt import refuse_other_shape, saved_config, shape_of
+from dspark.training.adopt import refuse_other_shape, saved_config, shape_of, tell_adopted
 from dspark.training.bars import HiddenBar
 from dspark.training.batches import SequenceBatch
 from dspark.training.blueprint import draft_config, draft_ids, refuse_contradictions
@@ -154,6 +154,7 @@ class DrafterModule(FrozenTargetModule):
     def on_train_start(self) -> None:
         """The regression start, on the first rank for all; a resumed run has its weights already (that it is one is
         known only now)."""
+        super().on_train_start()
         if not self.init.regression or self.trainer.ckpt_path:
             return
         drafter = whole(self.drafter).bind(self.target.embed_weight, self.target.head_weight)
@@ -365,6 +366,8 @@ class DrafterModule(FrozenTargetModule):
         if self.fitting or is_sharded(self):  # slices have been cut by now
             refuse_other_shape(saved, self.config)
         if saved != self.config:
+            if self.trainer.is_global_zero:
+                tell_adopted(saved, self.config)
             self._become(saved)
         self.refuse_other_optimizer(checkpoint, self.optimizer_options)
         self._blank = False

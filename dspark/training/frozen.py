@@ -131,6 +131,7 @@ class FrozenTargetModule(LightningModule):
         self.target_source, self.target_dtype = target, target_dtype
         self.skips = SkipCount(max_skipped_share)
         self._target: Target | None = None
+        self._resumed_from: list[str] = []
 
     def setup(self, stage: str) -> None:
         """Raises DsparkError for a precision that does not work, and for data that the target cannot read."""
@@ -162,17 +163,24 @@ class FrozenTargetModule(LightningModule):
         """Raises DsparkError when a fit cannot go on from this checkpoint."""
         if self.fitting:
             refuse_inside(checkpoint, self.trainer.ckpt_path)
-            self._tell_resumed(checkpoint)
+            self._resumed_from = self._told_resumed(checkpoint)
 
-    def _tell_resumed(self, checkpoint: dict[str, Any]) -> None:
+    def _told_resumed(self, checkpoint: dict[str, Any]) -> list[str]:
         """From which step a fit goes on; and that another max_steps bends the cosine, if that follows it."""
-        if not self.trainer.is_global_zero:
-            return
         total, before = self.trainer.max_steps, checkpoint.get(STEPS_KEY)
-        print(f"resumed at step {int(checkpoint.get('global_step', 0))} of {total}", file=sys.stderr)
+        end = f" of {total}" if total > 0 else ""
+        lines = [f"resumed at step {int(checkpoint.get('global_step', 0))}{end}"]
         fixed = checkpoint.get("hyper_parameters", {}).get("optimizer", {}).get("total_steps")
         if before not in (None, total) and not fixed:
-            print(f"the learning rate's cosine now ends at step {total}, not {before} as before", file=sys.stderr)
+            lines.append(f"the learning rate's cosine now ends at step {total}, not {before} as before")
+        return lines
+
+    def on_train_start(self) -> None:
+        """Says that it goes on, once nothing can refuse it any more."""
+        if self.trainer.is_global_zero:
+            for line in self._resumed_from:
+                print(line, file=sys.stderr)
+        self._resumed_from = []
 
     @property
     def fitting(self) -> bool:

@@ -12,10 +12,14 @@ Rule = tuple[str, Callable[[Any], bool]]
 
 POSITIVE: Rule = ("> 0 and finite", lambda value: 0 < value < math.inf)
 NOT_NEGATIVE: Rule = (">= 0 and finite", lambda value: 0 <= value < math.inf)
-COUNT: Rule = (">= 0", lambda value: value >= 0)
-NATURAL: Rule = (">= 1", lambda value: value >= 1)
+COUNT: Rule = ("a whole number >= 0", lambda value: _is_whole(value) and value >= 0)
+NATURAL: Rule = ("a whole number >= 1", lambda value: _is_whole(value) and value >= 1)
 SHARE: Rule = ("from 0 to 1", lambda value: 0 <= value <= 1)
 DECAY: Rule = (">= 0 and below 1", lambda value: 0 <= value < 1)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def one_of(names: tuple[str, ...]) -> Rule:

@@ -197,6 +197,25 @@ def test_another_version_or_number_of_steps_runs_all_again(tmp_path: Path, monke
     assert runs.taken() == ["fit base 4", "test base", "fit other 4", "test other"]
 
 
+@pytest.mark.parametrize("what", ["code", "machine"])
+def test_other_code_or_another_machine_runs_all_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A change of the package that is no release yet, and operations with other bits."""
+    (tmp_path / "package").mkdir()
+    monkeypatch.setattr("dspark.bench.origins._PACKAGE", tmp_path / "package")
+    runs, path = Fake(monkeypatch), an_ablation(tmp_path, steps=3)
+    for wanted in (BASE + OTHER, []):
+        assert cli.main(["ablate", str(path)]) == 0
+        assert runs.taken() == wanted
+    if what == "code":
+        (tmp_path / "package" / "code.py").write_text("x = 1")
+    else:
+        monkeypatch.setattr("dspark.bench.origins.fingerprint", lambda: {"cpu": "another"})
+    assert cli.main(["ablate", str(path)]) == 0
+    assert runs.taken() == BASE + OTHER
+
+
 def test_an_override_that_differs_runs_its_variant_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs, own = Fake(monkeypatch), {"data.init_args.train": f"[{tmp_path / 'own.jsonl'}]"}
     for more, again in (({}, BASE + OTHER), ({"x.y": 2}, OTHER), ({"model.init_args.test.limit": 2}, OTHER)):

@@ -54,6 +54,18 @@ def run(
     return trainer, module, log
 
 
+def test_a_stop_is_forgotten_by_the_next_fit(tiny: Any, target: Any, data_dir: Path, tmp_path: Path) -> None:
+    """The same callback in two fits: the second is not cut short by what stopped the first."""
+    callback, steps = LastCheckpoint(every_n_train_steps=100), []
+    for stop in ([StopAfter(2)], []):
+        trainer = tiny.make_trainer(
+            tmp_path, 6, limit_val_batches=0, enable_checkpointing=True, callbacks=[*stop, callback]
+        )
+        trainer.fit(tiny.make_module(), TrajectoryDataModule([str(data_dir)], token_budget=60))
+        steps.append(trainer.global_step)
+    assert steps == [2, 6]
+
+
 def assert_same(one: tuple[Any, Any, Any], other: tuple[Any, Any, Any]) -> None:
     for name, tensor in one[1].state_dict().items():
         assert torch.equal(other[1].state_dict()[name], tensor), name

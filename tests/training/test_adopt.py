@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,20 @@ def test_a_fit_lists_the_overrides(tiny: Any, data_dir: Path, tmp_path: Path, ma
     data = TrajectoryDataModule([str(data_dir)], token_budget=60)
     with pytest.raises(DsparkError) as caught:
         tiny.make_trainer(tmp_path, 4).fit(tiny.make_module(), data, ckpt_path=made, weights_only=True)
+    words = shlex.split(str(caught.value))  # as a shell would take what is told
     for name, value in OTHER.items():
-        assert f"--model.init_args.drafter.{name}={value}" in str(caught.value)
+        assert any(word.rstrip(",") == f"--model.init_args.drafter.{name}={json.dumps(value)}" for word in words), name
+
+
+def test_an_evaluation_says_in_what_it_is_not_the_recipes(
+    tiny: Any, data_dir: Path, tmp_path: Path, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looked_at(tiny, data_dir, tmp_path, "validate", made)
+    said = capsys.readouterr().err
+    assert "the checkpoint's draft model, not the recipe's" in said
+    assert all(f"{name}: saved " in said for name in OTHER)
+    looked_at(tiny, data_dir, tmp_path, "validate", made, **OTHER)
+    assert "not the recipe's" not in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_target_is_no_shape(

@@ -41,6 +41,14 @@ def test_the_temporary_file_is_a_neighbour(tmp_path: Path, monkeypatch: pytest.M
     assert [(a.parent, b) for a, b in renamed] == [(tmp_path, tmp_path / "last.ckpt")]
 
 
+def test_what_a_kill_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    """Else every kill during a save keeps a checkpoint's size for good. Files of other names are not ours to remove."""
+    for name in (".last.ckpt.123.tmp", ".best.ckpt.123.tmp", "last.ckpt.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    AtomicCheckpointIO().save_checkpoint(NEW, tmp_path / "last.ckpt")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".best.ckpt.123.tmp", "last.ckpt", "last.ckpt.tmp"]
+
+
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "last.ckpt"
     AtomicCheckpointIO().save_checkpoint(OLD, path)

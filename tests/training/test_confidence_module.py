@@ -106,7 +106,7 @@ def test_test_step_reports_per_slot_metrics(
 ) -> None:
     (logged,) = tiny.make_trainer(tmp_path, 1).test(make(draft), rounds(data_dir), verbose=False)
     for name in ("ece", "brier", "nll", "auroc", "predicted", "observed"):
-        assert f"test/{name}_0" in logged
+        assert f"test/{name}/slot_1" in logged
 
 
 def test_checkpoint_is_a_whole_draft_model(tiny: Any, target: Any, draft: Path, data_dir: Path, tmp_path: Path) -> None:
