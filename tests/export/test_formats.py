@@ -163,8 +163,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"markov_head": "pair"}, "markov_head: vanilla"),
     ({"markov_head": "rnn", "sample_from_anchor": False}, "markov_head: vanilla|sample_from_anchor: true"),
     ({"qk_norm": False}, "qk_norm: true"),
-    ({"attention_bias": True}, "attention_bias is the target's own"),
-    ({"mlp_bias": True}, "mlp_bias is the target's own"),
     ({"sliding_window": 4}, "sliding_window: 0"),
     ({"architecture": "mtp", "num_layers": 4}, "architecture: dspark"),
 ]
@@ -175,6 +173,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_a_refusal_names_the_recipes_field(make_target, make_draft, kind, fields, remedy):
     with pytest.raises(DsparkError, match=rf"can be said: ({remedy})"):
         check_sayable(kind, make_draft(make_target(), **fields).config)
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("name", ["attention_bias", "mlp_bias"])
+def test_what_no_recipe_can_avoid_is_said(make_target, make_draft, kind, name):
+    """Beside something a recipe could avoid, too: it would not help."""
+    for more in ({}, {"candidates": 3}):
+        with pytest.raises(DsparkError, match=rf"as a bundle, which alone fits this target: {name} can be set by no"):
+            check_sayable(kind, make_draft(make_target(), **{name: True}, **more).config)
 
 
 def test_what_the_flat_layout_alone_refuses_has_a_field_too(make_target, make_draft):
