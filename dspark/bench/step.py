@@ -93,10 +93,10 @@ def bench_step(shape: Shape, options: LossOptions, repeats: int = REPEATS,
     """Raises DsparkError when the two sides' gradients do not agree."""
     drafter, work = make(shape)
     steps = {name: _Steps(copy.deepcopy(drafter), work, options, run) for name, run in SIDES.items()}
-    before = _memory_mib("VmRSS")
+    before = memory_mib("VmRSS")
     for _ in range(2):
         steps["fused"].run()
-    peak = max(before, _memory_mib("VmHWM"))  # the system counts each with a delay
+    peak = max(before, memory_mib("VmHWM"))  # the system counts each with a delay
     for _ in range(2):
         steps["plain"].run()
     difference = _difference(*(step.drafter for step in steps.values()))
@@ -197,7 +197,7 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _memory_mib(which: str) -> float:
+def memory_mib(which: str) -> float:
     """VmRSS, what the process holds now, or VmHWM, the most it ever held; where the system says neither, its peak (in
     KiB, on macOS in bytes)."""
     status = Path("/proc/self/status")

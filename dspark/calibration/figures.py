@@ -30,6 +30,7 @@ _COLOURS = {  # Okabe-Ito: told apart by readers who see few colours
     "draft_max_probability": "#009E73",
     "position_prior": "#8C8C8C",
 }
+_DRAWN = tuple(_COLOURS)  # the other methods of calibration stand in the tables
 _MARKERS = {"head": "o", "head_calibrated": "D", "draft_max_probability": "^", "position_prior": "s"}
 _QUANTITY = {"cumulative": "survival of the prefix", "conditional": "acceptance, given all before"}
 
@@ -92,6 +93,32 @@ def reliability_diagram(bins: dict[str, Any], law: str) -> Figure:
     return figure
 
 
+def sweep(data: dict[str, Any]) -> Figure:
+    """Tokens and verified drafts per round, and the share of verified drafts that is accepted, over the threshold."""
+    rows = data["thresholds"]
+    at = [r["threshold"] for r in rows]
+    figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot(
+        at, [r["tokens"] for r in rows], color="#0072B2", marker="D", markersize=4, label="tokens, with the target's"
+    )
+    left.plot(at, [r["verified"] for r in rows], color="#D55E00", marker="o", markersize=4, label="drafts verified")
+    left.set_ylabel("per round")
+    left.set_ylim(bottom=0)
+    left.legend(frameon=False)
+    known = [r for r in rows if r["acceptance"] is not None]
+    right.plot(
+        [r["threshold"] for r in known], [r["acceptance"] for r in known], color="#009E73", marker="^", markersize=4
+    )
+    right.set_ylabel("verified drafts accepted")
+    right.set_ylim(0, 1)
+    right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    for axes in (left, right):
+        axes.set_xlabel("threshold on the calibrated survival")
+        axes.grid(alpha=0.3)
+    return figure
+
+
 def _survival_panel(axes: Axes, rows: list[dict[str, Any]]) -> None:
     calibrated = [r for r in rows if r["estimator"] == "head_calibrated"]
     points(axes, calibrated, "mean_observed", "observed", "black", "o", linewidth=3, alpha=0.45)
@@ -104,7 +131,7 @@ def _survival_panel(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def _estimator_panel(axes: Axes, rows: list[dict[str, Any]], metric: str, title: str) -> None:
-    present = [name for name in ESTIMATORS if any(r["estimator"] == name for r in rows)]
+    present = [name for name in _DRAWN if any(r["estimator"] == name for r in rows)]
     for i, name in enumerate(present):
         mine = [r for r in rows if r["estimator"] == name]
         shift = 0.09 * (i - (len(present) - 1) / 2)  # side by side, so that the intervals can be read

@@ -14,6 +14,7 @@ from dspark.calibration.events import ALL
 from dspark.calibration.figures import DPI
 from dspark.calibration.scores import ESTIMATORS
 from dspark.calibration.text import percent
+from dspark.slot_maps import read_maps
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 1060px; margin: 2em auto;
@@ -50,6 +51,8 @@ def render(data: dict[str, Any], pictures: Sequence[tuple[str, str, bytes]]) -> 
         "<h2>Per domain: survival, mean over slots</h2>",
         _score_table(data, "cumulative", [(d, "mean") for d in data["domains"]]),
         _domain_table(data),
+        *_shift(data),
+        *_drift(data),
         "<h2>Per slot: acceptance given all before</h2>",
         _score_table(data, "conditional", [(ALL, s) for s in _slots(data)]),
         "<h2>Where the numbers come from</h2>",
@@ -119,10 +122,49 @@ def _domain_table(data: dict[str, Any]) -> str:
     return f"<p></p><div class='scroll'><table><thead><tr>{titles}</tr></thead>{''.join(lines)}</table></div>"
 
 
+_SHIFT = {"none": "no calibration", "others": "fitted on the other domains", "all": "fitted on all domains"}
+
+
+def _shift(data: dict[str, Any]) -> list[str]:
+    """How a calibration does on a domain that its fit has not seen."""
+    rows = [r for r in data["domain_shift"] if r["law"] == "cumulative" and r["slot"] == "mean"]
+    if not rows:
+        return []
+    lines = []
+    for row in rows:
+        shown = escape(row["domain"]) if row["estimator"] == "none" else ""
+        cell = f"<td>{shown}</td><td class='name'>{_SHIFT[row['estimator']]}</td>{_row_cells(row)}"
+        lines.append(f"<tr class='{'first' if shown else ''}'>{cell}</tr>")
+    titles = "".join(f"<th>{escape(c)}</th>" for c in _COLUMNS)
+    head = f"<thead><tr><th>domain</th><th class='name'>calibration</th>{titles}</tr></thead>"
+    table = f"<div class='scroll'><table>{head}{''.join(lines)}</table></div>"
+    return ["<h2>Domain shift: survival, mean over slots</h2>", table]
+
+
+def _drift(data: dict[str, Any]) -> list[str]:
+    """What has moved since the older report."""
+    if "drift" not in data:
+        return []
+    names = ("domain", "slot", "gap before", "gap now", "moved", "ECE % before", "ECE % now", "moved")
+    lines = [f"<thead><tr>{''.join(f'<th>{n}</th>' for n in names)}</tr></thead>"]
+    for row in data["drift"]["rows"]:
+        cells = [escape(row["domain"]), str(row["slot"])]
+        for name, scale, digits in (("gap", 1, 3), ("ece", 100, 1)):
+            cells += [_value(v, None, scale, digits) for v in row[name]]
+            cells.append(_value(row[f"{name}_moved"], row[f"{name}_interval"], scale, digits))
+        lines.append("<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>")
+    caption = (
+        "Gap: predicted minus observed survival. An interval without 0 is a move that resampling does not explain."
+    )
+    table = f"<div class='scroll'><table>{''.join(lines)}</table></div>"
+    return ["<h2>Drift since the older report</h2>", table, f'<p class="small">{caption}</p>']
+
+
 def _provenance(data: dict[str, Any]) -> str:
     calibration = data["calibration"]
     facts = {
-        "temperature per slot": ", ".join(f"{t:.3f}" for t in calibration["temperatures"]),
+        "method": calibration["method"],
+        "map per slot": "; ".join(m.told() for m in read_maps(calibration["maps"])),
         "ECE on the fit split, before (%)": ", ".join(map(percent, calibration["ece_before"])),
         "ECE on the fit split, after (%)": ", ".join(map(percent, calibration["ece_after"])),
         "rounds in the fit split": calibration["num_events"],

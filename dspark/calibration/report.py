@@ -1,8 +1,8 @@
 """The calibration report: does the confidence head say what happens, before and after, and does it earn its place.
 
 `build_report` writes report.json (every number), report.html (one self-contained page) and the pictures as PNG files
-into a folder, and the same into a TensorBoard folder. Report on another split than the temperatures were fitted on.
-Left out on purpose: collecting events (the runner's work), drift against an older report.
+into a folder, and the same into a TensorBoard folder. Report on another split than the calibration was fitted on.
+Left out on purpose: collecting events (the runner's work).
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ from matplotlib.figure import Figure
 
 from dspark.calibration import bootstrap, figures
 from dspark.calibration.board import write_board
+from dspark.calibration.choices import domain_shift, threshold_sweep
+from dspark.calibration.drift import compare, conversation_sums
 from dspark.calibration.events import ALL, Events
+from dspark.calibration.fitting import fit
 from dspark.calibration.html import render
 from dspark.calibration.measures import DEFAULT_BINS
+from dspark.calibration.record import METHODS, Calibration
 from dspark.calibration.scores import LAWS, position_prior, reliability, score_rows
-from dspark.calibration.temperature import Calibration
 from dspark.calibration.text import percent, table_lines
 from dspark.contracts import DsparkError
 from dspark.files import atomic_write, read_json
 
-FORMAT = "dspark-calibration-report/1"
+_SWEEP = (
+    "A round verifies its drafts up to the first whose calibrated survival lies below the threshold; read off rounds "
+    "that were verified whole."
+)
+FORMAT = "dspark-calibration-report/2"
 
 
 @dataclass(frozen=True)
@@ -52,18 +59,22 @@ def build_report(
     extra: dict[str, Any] | None = None,
     *,
     events_calibration: Events | None = None,
+    against: dict[str, Any] | None = None,
     tensorboard_dir: str | Path | None = None,
     replicates: int = bootstrap.REPLICATES,
     key: int = 0,
 ) -> Report:
     """Writes the report on `events_test` and returns it.
 
-    events_calibration: the split the temperatures were fitted on; gives the position prior. extra: facts shown under
+    events_calibration: the split the calibration was fitted on; gives the position prior, the other methods and the
+    domain shift. against: an older report's data, to tell drift from. extra: facts shown under
     provenance (JSON values: model names, sampling settings). key: fixes the bootstrap. Raises DsparkError when the
     calibration has another number of slots, `extra` is not JSON, or the folder cannot be written.
     """
     out_dir = Path(out_dir)
     data = _data(events_test, calibration, events_calibration, title, _plain(extra or {}), replicates, key)
+    if against is not None:
+        data["drift"] = {"against": against["data_hash"], "rows": _rounded(compare(against, data, replicates, key))}
     drawn = _figures(data)
     pictures = [(heading, caption, figures.png(figure)) for _, heading, caption, figure in drawn]
     for (name, *_), (_, _, picture) in zip(drawn, pictures, strict=True):
@@ -77,14 +88,16 @@ def build_report(
 
 
 def load_report(directory: str | Path) -> Report:
-    """The report that build_report wrote. Raises DsparkError when it is absent or another format."""
-    data = read_json(Path(directory) / "report.json", "calibration report")
+    """The report that build_report wrote, from its folder or its report.json. Raises DsparkError when it is absent or
+    another format."""
+    path = Path(directory)
+    data = read_json(path if path.suffix == ".json" else path / "report.json", "calibration report")
     found = data.get("format") if isinstance(data, dict) else None
     if found != FORMAT:
         raise DsparkError(
             f"calibration report: expected format {FORMAT!r} in {directory}, but got {found!r}. Make it again."
         )
-    return Report(data, Path(directory))
+    return Report(data, path.parent if path.suffix == ".json" else path)
 
 
 def format_table(report: Report) -> str:
@@ -104,8 +117,12 @@ def _data(
     calibration.check(num_slots=events.num_slots)
     if fitted_on is not None:
         calibration.check(num_slots=fitted_on.num_slots)
-    prior = None if fitted_on is None else position_prior(fitted_on)
-    rows = _rounded(score_rows(events, calibration, prior, replicates, key))
+    prior, others, shift = None, {}, []
+    if fitted_on is not None:
+        prior, method = position_prior(fitted_on), calibration.method
+        others = {m: fit(fitted_on, calibration.drafter_hash, m) for m in METHODS if m != method}
+        shift = domain_shift(fitted_on, events, method, replicates, key)
+    rows = _rounded(score_rows(events, calibration, prior, replicates, key, others))
     data = {
         "format": FORMAT,
         "title": title,
@@ -116,6 +133,9 @@ def _data(
         "domains": _rounded({name: _domain_facts(part) for name, part in events.by_domain()}),
         "rows": rows,
         "reliability": _rounded(reliability(events, calibration)),
+        "thresholds": _rounded(threshold_sweep(events, calibration.maps)),
+        "domain_shift": _rounded(shift),
+        "conversations": _rounded(conversation_sums(events, calibration.maps)),
         "bootstrap": {"replicates": replicates, "key": key, "unit": "conversation", "level": 0.95},
         "bins": DEFAULT_BINS,
         "calibration": calibration.to_dict(),
@@ -151,17 +171,17 @@ def _headline(data: dict[str, Any]) -> str:
 def _notes(data: dict[str, Any], events: Events, has_prior: bool) -> list[str]:
     notes = []
     if data["data_hash"] == data["calibration"]["data_hash"]:
-        notes.append("These are the rounds the temperatures were fitted on: the numbers after calibration flatter it.")
+        notes.append("These are the rounds the calibration was fitted on: the numbers after calibration flatter it.")
     unfitted = [k + 1 for k, n in enumerate(data["calibration"]["slot_events"]) if n == 0]
     if unfitted:
-        notes.append(f"No data to fit slot {_list(unfitted)}: temperature 1 there.")
+        notes.append(f"No data to fit slot {_list(unfitted)}: no calibration there.")
     unseen = [k + 1 for k, n in enumerate(events.conditional_observed.sum(0).tolist()) if n == 0]
     if unseen:
         notes.append(f"No round of this split reached slot {_list(unseen)}.")
-    missing = [] if has_prior else ["position prior (pass the calibration split)"]
+    missing = [] if has_prior else ["position prior, other methods and domain shift (pass the calibration split)"]
     missing += ["draft's max-probability (not recorded)"] if events.draft_max_prob is None else []
     if missing:
-        notes.append(f"Baselines left out: {' and '.join(missing)}.")
+        notes.append(f"Left out: {' and '.join(missing)}.")
     if data["domains"][ALL]["conversations"] < 2:
         notes.append("Only one conversation: no intervals.")
     return notes
@@ -180,6 +200,7 @@ def _figures(data: dict[str, Any]) -> list[tuple[str, str, str, Figure]]:
         ("overview", "Overview", caption, overview),
         ("reliability-survival", "Reliability of the survival", bars, diagrams["cumulative"]),
         ("reliability-conditional", "Reliability of each slot given all before", bars, diagrams["conditional"]),
+        *([("thresholds", "What a threshold would verify", _SWEEP, figures.sweep(data))] if data["thresholds"] else []),
     ]
 
 

@@ -1,15 +1,15 @@
 """The report's numbers as flat rows: one per estimator, law, domain and slot.
 
-Estimators: the head before and after calibration, the draft's own largest probability, and the position prior (mean
-acceptance per slot on the calibration split). Laws: "conditional" (slot k given all before it) and "cumulative" (the
-prefix survives). Domains: each, and "all". Slots: 1 ... K (readers count from 1), "mean" (over slots with data) and
-"pooled" (all slots' events together: the only place where a position prior can rank).
+Estimators: the head before and after calibration, and by the other methods of calibration; the draft's own largest
+probability; the position prior (mean acceptance per slot on the calibration split). Laws: "conditional" (slot k given
+all before it) and "cumulative" (the prefix survives). Domains: each, and "all". Slots: 1 ... K (readers count from 1),
+"mean" (over slots with data) and "pooled" (all slots' events together: the only place where a position prior can rank).
 Left out on purpose: rendering (figures.py, html.py, text.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,17 @@ from torch import Tensor
 from dspark.calibration import bootstrap
 from dspark.calibration.events import Events
 from dspark.calibration.measures import auroc, bin_index, brier, ece, ece_noise, mass_bin_index, nll, slot_sums
-from dspark.calibration.temperature import Calibration, apply
+from dspark.calibration.record import Calibration
+from dspark.slot_maps import identity, rates
 
 METRICS = ("ece", "brier", "nll", "auroc", "mean_predicted", "mean_observed")
 LAWS = ("cumulative", "conditional")
 ESTIMATORS = {
     "head": "head, before",
     "head_calibrated": "head, calibrated",
+    "head_temperature": "head, temperatures",
+    "head_platt": "head, Platt",
+    "head_isotonic": "head, isotonic",
     "draft_max_probability": "draft's max-probability",
     "position_prior": "position prior",
 }
@@ -47,13 +51,13 @@ def position_prior(events: Events) -> Tensor:
     return torch.where(count > 0, accepted / count.clamp(min=1), 0.5)
 
 
-def estimators(events: Events, calibration: Calibration, prior: Tensor | None) -> dict[str, Tensor]:
-    """Conditional acceptance probabilities [M, K] fp64 per estimator that can be had."""
-    identity = (1.0,) * events.num_slots
-    found = {
-        "head": apply(events.confidence_logits, identity).double(),
-        "head_calibrated": apply(events.confidence_logits, calibration.temperatures).double(),
-    }
+def estimators(
+    events: Events, calibration: Calibration, prior: Tensor | None, others: Mapping[str, Calibration] | None = None
+) -> dict[str, Tensor]:
+    """Conditional acceptance probabilities [M, K] fp64 per estimator that can be had. others: of other methods."""
+    logits = events.confidence_logits.double()
+    found = {"head": rates(logits, identity(events.num_slots)), "head_calibrated": rates(logits, calibration.maps)}
+    found |= {f"head_{method}": rates(logits, other.maps) for method, other in (others or {}).items()}
     if events.draft_max_prob is not None:
         found["draft_max_probability"] = events.draft_max_prob.double()
     if prior is not None:
@@ -87,17 +91,29 @@ def score(probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
 
 
 def score_rows(
-    events: Events, calibration: Calibration, prior: Tensor | None, replicates: int = bootstrap.REPLICATES, key: int = 0
-) -> list[dict[str, Any]]:
+    events: Events, calibration: Calibration, prior: Tensor | None, replicates: int = bootstrap.REPLICATES,
+    key: int = 0, others: Mapping[str, Calibration] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Every row of the report: keys estimator, law, domain, slot, events, the metrics, and `interval` per metric."""
+    parts = events.by_domain()
+    return [
+        row
+        for name, part in parts
+        for row in rows_of(name, part, estimators(part, calibration, prior, others), replicates, key)
+    ]
+
+
+def rows_of(
+    domain: str, events: Events, judged: Mapping[str, Tensor], replicates: int, key: int
+) -> list[dict[str, Any]]:
+    """The rows of one domain's events. judged: conditional probabilities [M, K] fp64 per estimator."""
+    num_clusters, cluster = clusters(events)
+    weights = bootstrap.resample_weights(num_clusters, replicates, key) if num_clusters > 1 else None
     rows = []
-    for name, part in events.by_domain():
-        num_clusters, cluster = clusters(part)
-        weights = bootstrap.resample_weights(num_clusters, replicates, key) if num_clusters > 1 else None
-        for estimator, conditional in estimators(part, calibration, prior).items():
-            for law in laws(part, conditional):
-                head = {"estimator": estimator, "law": law.name, "domain": name}
-                rows += [{**head, **row} for row in _law_rows(part, law, cluster, weights)]
+    for estimator, conditional in judged.items():
+        for law in laws(events, conditional):
+            head = {"estimator": estimator, "law": law.name, "domain": domain}
+            rows += [{**head, **row} for row in _law_rows(events, law, cluster, weights)]
     return rows
 
 

@@ -7,99 +7,26 @@ ECE is a staircase in T and noisy on few events, so its bare minimum overfits. T
 standard deviation of the minimum (the deviation a perfect calibration would show) count as tied; among them the
 likelihood of the slot's own decisions is taken, with a unit normal prior on log T, and near-equal ones resolve to the
 one nearest 1. The search is a log grid, then golden section around its choice: deterministic.
-Left out on purpose: a bias. A temperature cannot move a mean that is off at logit 0 (Platt and isotonic can).
+A temperature cannot move a mean that is off at logit 0; platt.py and isotonic.py can.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from dspark import probability
 from dspark.calibration.events import Events
-from dspark.calibration.measures import DEFAULT_BINS, bin_index, ece, ece_noise, nll
-from dspark.contracts import DsparkError
-from dspark.files import atomic_write, read_json
+from dspark.calibration.measures import bin_index, ece, ece_noise, nll
+from dspark.calibration.record import survival_ece
+from dspark.slot_maps import SlotMap, identity, of_temperatures
 
-FORMAT = "dspark-calibration/1"
 _LIMIT = 10.0  # temperatures lie in [1 / 10, 10]
 _GRID = torch.linspace(-math.log(_LIMIT), math.log(_LIMIT), 93, dtype=torch.float64).exp().tolist()  # 5 % apart
 _PRIOR = 1.0  # standard deviation of log T
 _SLACK = 0.125  # nats, in total: likelihoods this close (half a standard error of log T) are equal
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """Temperatures per slot, and what they were fitted on.
-
-    temperatures: K numbers > 0. drafter_hash: the draft model they belong to. data_hash: Events.data_hash() of the
-    fit split. num_events: its rounds; slot_events: how many of them decided on each slot (0: no data, temperature 1).
-    ece_before, ece_after: ECE of the survival per slot on the fit split at T = 1 and at the fitted temperatures, None
-    without data. Raises DsparkError on values that cannot be.
-    """
-
-    temperatures: tuple[float, ...]
-    drafter_hash: str
-    data_hash: str
-    num_events: int
-    ece_before: tuple[float | None, ...]
-    ece_after: tuple[float | None, ...]
-    slot_events: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("temperatures", "ece_before", "ece_after", "slot_events"):
-            value = getattr(self, name)
-            _expect(isinstance(value, (list, tuple)), name, "a list with one entry per slot", value)
-            object.__setattr__(self, name, tuple(value))
-        check_temperatures(self.temperatures)
-        for name in ("ece_before", "ece_after"):
-            value = getattr(self, name)
-            _expect(len(value) == self.num_slots, name, f"{self.num_slots} entries, one per slot", len(value))
-            _expect(all(v is None or _is_number(v) for v in value), name, "finite numbers or null", value)
-        for name in ("drafter_hash", "data_hash"):
-            _expect(isinstance(getattr(self, name), str), name, "a string", getattr(self, name))
-        _expect(_is_count(self.num_events), "num_events", "a whole number >= 0", self.num_events)
-        counts_fit = len(self.slot_events) in (0, self.num_slots) and all(map(_is_count, self.slot_events))
-        _expect(counts_fit, "slot_events", f"{self.num_slots} whole numbers >= 0, or none", self.slot_events)
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.temperatures)
-
-    def check(self, drafter_hash: str | None = None, num_slots: int | None = None) -> Calibration:
-        """Itself, if it belongs to this draft model and number of slots; else raises DsparkError."""
-        _expect(drafter_hash in (None, self.drafter_hash), "drafter_hash", repr(drafter_hash), self.drafter_hash)
-        _expect(num_slots in (None, self.num_slots), "temperatures", f"{num_slots} slots", self.num_slots)
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, the format's name included."""
-        return {"format": FORMAT, **{k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}}
-
-    @classmethod
-    def from_dict(cls, values: Any) -> Calibration:
-        """The record that to_dict wrote. Raises DsparkError on another format, a missing or an unknown key."""
-        _expect(isinstance(values, dict), "the record", "a JSON object", type(values).__name__)
-        _expect(values.get("format") == FORMAT, "format", repr(FORMAT), values.get("format"))
-        keys, given = {f.name for f in fields(cls)}, set(values) - {"format"}
-        _expect(given == keys, "the keys", f"{sorted(keys)}", sorted(given))
-        return cls(**{key: values[key] for key in keys})
-
-    def save(self, path: str | Path) -> None:
-        """Writes the record as JSON, whole or not at all. Raises DsparkError when the place cannot be written."""
-        atomic_write(path, json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path, drafter_hash: str | None = None, num_slots: int | None = None) -> Calibration:
-        """Reads a record and checks it against the draft model in use. Raises DsparkError when stale or broken."""
-        return cls.from_dict(read_json(path, "calibration")).check(drafter_hash, num_slots)
 
 
 class _Score(NamedTuple):
@@ -108,60 +35,19 @@ class _Score(NamedTuple):
     noise: float  # standard deviation of the ECE under a perfect calibration
 
 
-def fit(events: Events, drafter_hash: str, data_hash: str | None = None, num_bins: int = DEFAULT_BINS) -> Calibration:
-    """Temperatures for the head whose events these are (the calibration split; report on another one).
-
-    Never worse on the fit split than no calibration: slot by slot given the earlier ones, and in the mean ECE over
-    slots. A slot that no round reached keeps temperature 1. data_hash defaults to events.data_hash().
-    """
-    identity = (1.0,) * events.num_slots
-    before = survival_ece(events, identity, num_bins)
-    slot_events = tuple(events.conditional_observed.sum(0).tolist())
+def fit_temperatures(events: Events, num_bins: int) -> tuple[SlotMap, ...]:
+    """A temperature per slot. Never worse on these events than no calibration: slot by slot given the earlier ones, and
+    in the mean ECE over slots. A slot that no round reached keeps temperature 1."""
+    before = survival_ece(events, identity(events.num_slots), num_bins)
+    reached = events.conditional_observed.any(0).tolist()
     temperatures: list[float] = []
     for slot in range(events.num_slots):
-        found = _fit_slot(events, slot, temperatures, before[slot], num_bins) if slot_events[slot] else 1.0
+        found = _fit_slot(events, slot, temperatures, before[slot], num_bins) if reached[slot] else 1.0
         temperatures.append(found)
-    after = survival_ece(events, temperatures, num_bins)
-    if _total(after) > _total(before):  # an early slot's gain can cost later ones more
-        temperatures, after = list(identity), before
-    data_hash = events.data_hash() if data_hash is None else data_hash
-    return Calibration(tuple(temperatures), drafter_hash, data_hash, events.num_events, before, after, slot_events)
-
-
-def apply(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """Conditional acceptance probabilities sigmoid(z_k / T_k): logits [..., K] to the same shape, fp32.
-
-    They are conditional on every earlier slot's acceptance: threshold `survival`, never these.
-    """
-    check_temperatures(temperatures)
-    slots = logits.shape[-1]
-    _expect(slots == len(temperatures), "temperatures", f"{slots} values, one per slot", len(temperatures))
-    return torch.sigmoid(logits.float() / torch.tensor(temperatures, dtype=torch.float32, device=logits.device))
-
-
-def survival(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """Probability that the first k + 1 drafts are all accepted: logits [..., K] to the same shape, fp32."""
-    return probability.survival(apply(logits, temperatures))
-
-
-def survival_ece(
-    events: Events, temperatures: Sequence[float], num_bins: int = DEFAULT_BINS
-) -> tuple[float | None, ...]:
-    """ECE of the survival per slot (K entries), None for a slot that was never verified."""
-    scores = torch.sigmoid(events.confidence_logits.double() / torch.tensor(temperatures, dtype=torch.float64))
-    probabilities, observed = scores.cumprod(-1), events.cumulative_observed
-    result = []
-    for slot, seen in enumerate(observed.unbind(1)):
-        p = probabilities[seen, slot]
-        result.append(ece(p, events.labels[seen, slot], bin_index(p, num_bins)))
-    return tuple(result)
-
-
-def check_temperatures(temperatures: Sequence[float]) -> None:
-    """Raises DsparkError unless there is at least one and all are finite and > 0."""
-    _expect(len(temperatures) > 0, "temperatures", "one value per slot", "none")
-    good = all(_is_number(t) and t > 0 for t in temperatures)
-    _expect(good, "temperatures", "finite numbers > 0", list(temperatures))
+    maps = of_temperatures(temperatures)
+    if _total(survival_ece(events, maps, num_bins)) > _total(before):  # an early slot's gain can cost later ones more
+        return identity(events.num_slots)
+    return maps
 
 
 def _fit_slot(events: Events, slot: int, earlier: list[float], before: float | None, num_bins: int) -> float:
@@ -219,16 +105,3 @@ def _golden_section(value: Callable[[float], float], low: float, high: float, st
 
 def _total(errors: Sequence[float | None]) -> float:
     return sum(e for e in errors if e is not None)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _expect(ok: bool, name: str, wanted: str, got: Any) -> None:
-    if not ok:
-        raise DsparkError(f"calibration: expected {name} to be {wanted}, but got {got!r}. Run dspark calibrate again.")

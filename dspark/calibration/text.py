@@ -6,6 +6,7 @@ from typing import Any
 
 from dspark.calibration.events import ALL
 from dspark.calibration.scores import ESTIMATORS
+from dspark.slot_maps import read_maps
 
 _WIDTH = 80
 _HEADER = "     T  before   after  95% interval   noise   AUROC  predicted  observed"
@@ -20,7 +21,8 @@ def table_lines(data: dict[str, Any]) -> list[str]:
     """Lines of at most 80 columns from a report's JSON data."""
     cells = {(r["estimator"], r["law"], r["domain"], r["slot"]): r for r in data["rows"]}
     slots = [*range(1, data["num_slots"] + 1), "mean"]
-    temperatures = [f"{t:.2f}" for t in data["calibration"]["temperatures"]] + [""]
+    maps = read_maps(data["calibration"]["maps"])
+    temperatures = ["-" if m.knots else f"{m.temperature:.2f}" for m in maps] + [""]
     domains = [d for d in data["domains"] if d != ALL]
     counts = data["domains"][ALL]
     lines = [
@@ -36,7 +38,7 @@ def table_lines(data: dict[str, Any]) -> list[str]:
     if domains:
         lines += ["", f"{'domain':<13}{_HEADER[7:]}"]
         lines += [_line(f"{d[:12]:<12}", None, cells, d, "mean") for d in domains]
-    lines += ["", *_estimator_lines(cells), ""]
+    lines += ["", *_estimator_lines(cells), "", *_shift_lines(data), *_sweep_lines(data), *drift_lines(data)]
     lines += [wrapped for note in data["notes"] for wrapped in _wrap(note)]
     return [line.rstrip() for line in lines]
 
@@ -56,7 +58,7 @@ def _estimator_lines(cells: dict[Any, Any]) -> list[str]:
     lines.append(f"{'':<26}{'ECE %':>7}{'NLL':>8}{'AUROC':>8}{'':7}{'ECE %':>7}{'NLL':>8}{'AUROC':>8}")
     for name, label in ESTIMATORS.items():
         if (name, "cumulative", ALL, "pooled") not in cells:
-            lines.append(f"{label:<26}not given")
+            lines += [f"{label:<26}not given"] if name in ("draft_max_probability", "position_prior") else []
             continue
         halves = []
         for law in ("cumulative", "conditional"):
@@ -64,6 +66,49 @@ def _estimator_lines(cells: dict[Any, Any]) -> list[str]:
             halves.append(f"{percent(row['ece']):>7}{_number(row['nll']):>8}{_number(row['auroc']):>8}")
         lines.append(f"{label:<26}{halves[0]}{'':7}{halves[1]}")
     return lines
+
+
+def _shift_lines(data: dict[str, Any]) -> list[str]:
+    rows = [r for r in data["domain_shift"] if r["law"] == "cumulative" and r["slot"] == "mean"]
+    if not rows:
+        return []
+    lines = ["Domain shift: survival ECE in %, mean over slots, by what was calibrated on"]
+    lines.append(f"{'':<13}{'nothing':>9}{'the other domains':>32}{'all domains':>22}")
+    for domain in dict.fromkeys(r["domain"] for r in rows):
+        found = {r["estimator"]: r for r in rows if r["domain"] == domain}
+        spans = [f"{percent(found[n]['ece'])} {_span(found[n])}" for n in ("others", "all")]
+        lines.append(f"{domain[:12]:<13}{percent(found['none']['ece']):>9}{spans[0]:>32}{spans[1]:>22}")
+    return [*lines, ""]
+
+
+def _sweep_lines(data: dict[str, Any]) -> list[str]:
+    rows = data["thresholds"][::2]
+    if not rows:
+        return []
+    lines = ["Verifying while the calibrated survival is at least a threshold, per round"]
+    for label, key, digits in (("threshold", "threshold", 1), ("verified", "verified", 2), ("tokens", "tokens", 2),
+                               ("acceptance", "acceptance", 2)):  # fmt: skip
+        lines.append(f"{label:<12}" + "".join(f"{_number(r[key], digits):>6}" for r in rows))
+    return [*lines, ""]
+
+
+def drift_lines(data: dict[str, Any]) -> list[str]:
+    """What has moved since an older report; nothing without one."""
+    if "drift" not in data:
+        return []
+    lines = ["Drift since the older report: predicted minus observed survival, and ECE in %"]
+    lines.append(f"{'domain':<11}{'slot':>5}{'gap':>8}{'now':>8}{'moved':>22}{'ECE':>7}{'now':>6}")
+    for row in data["drift"]["rows"]:
+        gaps = "".join(f"{_number(v):>8}" for v in row["gap"])
+        span = row["gap_interval"]
+        moved = "-" if span is None else f"{row['gap_moved']:+.3f} [{span[0]:+.2f}, {span[1]:+.2f}]"
+        errors = f"{percent(row['ece'][0]):>7}{percent(row['ece'][1]):>6}"
+        lines.append(f"{row['domain'][:10]:<11}{row['slot']:>5}{gaps}{moved:>22}{errors}{_moved(span)}")
+    return [*lines, ""]
+
+
+def _moved(span: list[float] | None) -> str:
+    return "  *" if span is not None and (span[0] > 0 or span[1] < 0) else ""
 
 
 def _span(row: dict[str, Any]) -> str:

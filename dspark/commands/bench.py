@@ -8,6 +8,8 @@ tax times one pass of the target with our operations over one with plain torch's
 
 step times a training step of the draft model at a given shape on random features (forward, losses, backward, clip,
 AdamW), the losses fused and in plain torch in turn, and says what memory the process held.
+
+metrics feeds ten million events to the streamed calibration metrics, on one thread, and times a fit of each method.
 Run all with nothing else running.
 """
 
@@ -22,7 +24,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-from dspark.bench import step
+from dspark.bench import judging, step
 from dspark.bench.invariance import Counted, discriminating, sweep
 from dspark.bench.tax import REPEATS, ROWS, Tax, tax
 from dspark.commands.recipe_options import whole_number
@@ -43,7 +45,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dspark bench`."""
-    parser.add_argument("what", choices=("invariance", "tax", "step"), help="what to measure")
+    parser.add_argument("what", choices=("invariance", "tax", "step", "metrics"), help="what to measure")
     parser.add_argument("--target", default=EMBEDDED, help="whose weight shapes: a folder, hub id or .gguf file")
     parser.add_argument("--dtype", choices=DTYPES, help="one dtype (default: both)")
     parser.add_argument("--rows", type=whole_number(1), nargs="+", help="rows of a pass, for tax (default: 1 8 32 128)")
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace) -> int:
     _check_options(args)
-    return {"tax": _tax, "step": _step, "invariance": _invariance}[args.what](args)
+    return {"tax": _tax, "step": _step, "invariance": _invariance, "metrics": _metrics}[args.what](args)
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -95,6 +97,27 @@ def _step(args: argparse.Namespace) -> int:
         found = step.bench_step(shape, options, args.repeats or step.REPEATS, lambda _: bar.update())
     print(json.dumps(asdict(found)) if args.json else _step_text(found))
     return 0
+
+
+def _metrics(args: argparse.Namespace) -> int:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tqdm(desc="metrics", disable=args.quiet, file=sys.stderr, leave=False) as bar:
+            found = judging.bench_judging(on_batch=lambda: bar.update())
+    finally:
+        torch.set_num_threads(threads)
+    print(json.dumps(asdict(found) | {"rate": found.rate}) if args.json else _metrics_text(found))
+    return 0
+
+
+def _metrics_text(found: judging.Judging) -> str:
+    fits = ", ".join(f"{method} {seconds:.2f} s" for method, seconds in found.fits.items())
+    return (
+        f"1 thread; {found.events:,} events in {found.seconds:.2f} s: {found.rate / 1e6:.1f} million per second\n"
+        f"memory: state {found.state_mib:.1f} MiB, the process' peak grew by {found.growth_mib:.1f} MiB meanwhile\n"
+        f"a fit on {found.fit_rounds} rounds: {fits}"
+    )
 
 
 def _fields(kind: type[T], given: list[str], option: str) -> T:

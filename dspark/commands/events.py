@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from dspark.calibration.events import Events
 from dspark.contracts import DsparkError
 from dspark.export.bundle import drafter_hash
 from dspark.training.confidence_module import ConfidenceModule
+from dspark.training.confidence_test import events_of
 from dspark.training.data import RoundsDataModule
 
 
@@ -23,25 +23,11 @@ def gather_events(
     module.setup("predict")
     module.eval()
     data = RoundsDataModule(predict=rollouts)
-    parts = []
-    for i, batch in enumerate(tqdm(data.predict_dataloader(), desc="confidence", leave=False, disable=quiet)):
-        part = module.predict_step(batch, i)
-        if part is not None:
-            parts.append(part)
-    if not parts:
+    batches = tqdm(data.predict_dataloader(), desc="confidence", leave=False, disable=quiet)
+    parts = (module.predict_step(batch, i) for i, batch in enumerate(batches))
+    events = events_of(part for part in parts if part is not None)
+    if events is None:
         raise DsparkError(
             f"{', '.join(rollouts)}: expected rounds with drafts, but got none. Roll out with a draft model."
         )
-
-    def joined(key: str) -> torch.Tensor:
-        return torch.cat([part[key] for part in parts])
-
-    names = {key: [name for part in parts for name in part[key]] for key in ("domain", "conversation")}
-    events = Events(
-        joined("confidence_logits"),
-        joined("accepted"),
-        joined("verified"),
-        **names,
-        draft_max_prob=joined("draft_max_prob"),
-    )
     return events, drafter_hash(module.drafter)

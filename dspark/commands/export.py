@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from dspark.calibration.temperature import Calibration
+from dspark.calibration.record import Calibration
 from dspark.contracts import DsparkError
 from dspark.drafter.blocks import Blocks, blocks_at
 from dspark.drafter.model import Drafter
@@ -35,6 +35,7 @@ from dspark.export.formats import FORMATS, check_sayable, is_ours, load_draft, n
 from dspark.export.gate import check_parity, check_same
 from dspark.export.speculators import KIND as NESTED
 from dspark.files import atomic_dir
+from dspark.slot_maps import read_maps
 from dspark.target.checkpoint import read_config_dict
 from dspark.target.decoder import Target
 from dspark.target.load import EMBEDDED, checkpoint_dir, load_target
@@ -49,7 +50,7 @@ examples:
       --target Qwen/Qwen3-4B --out runs/theirs/bundle
 """
 GATE_SEQUENCES, GATE_LENGTH, _ROOM = 4, 48, 32
-_MOVED = ("temperatures", "data_hash", "drafter_hash")  # what write_calibration puts down itself
+_MOVED = ("maps", "data_hash", "drafter_hash")  # what write_calibration puts down itself
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +109,7 @@ def export(
 
 def _write_calibration(folder: Path, fitted: dict[str, Any]) -> None:
     rest = {key: value for key, value in fitted.items() if key not in _MOVED}
-    write_calibration(folder, list(fitted["temperatures"]), fitted["data_hash"], **rest)
+    write_calibration(folder, read_maps(fitted["maps"]), fitted["data_hash"], **rest)
 
 
 def _refuse_foreign(folder: Path, kind: str) -> None:

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dspark.calibration.report import Report, build_report, format_table
-from dspark.calibration.temperature import Calibration
+from dspark.calibration.record import Calibration
+from dspark.calibration.report import Report, build_report, format_table, load_report
 from dspark.commands.calibrate import add_event_arguments
 from dspark.commands.events import gather_events
 from dspark.rollouts.store import read_rounds, read_trajectories
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fitted-on", nargs="*", default=[], help="rollouts of the calibration split: for the position prior"
     )
+    parser.add_argument("--against", default="", help="an older report.json (or its folder): has calibration moved?")
     parser.add_argument("--tensorboard", default="tb_logs/report", help="TensorBoard folder; '' for none")
     parser.add_argument("--out", default="runs/report", help="the folder to write")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the report and print its table; 0. Raises DsparkError on a stale calibration or missing rounds."""
     report, accepted = make_report(
         args.drafter, args.rollouts, args.target, args.dtype, args.calibration, args.out,
-        fitted_on=args.fitted_on, tensorboard=args.tensorboard or None, quiet=args.quiet,
+        fitted_on=args.fitted_on, against=args.against, tensorboard=args.tensorboard or None, quiet=args.quiet,
     )  # fmt: skip
     if args.json:
         print(json.dumps({"acceptance": plain(accepted), "calibration": report.data}))
@@ -60,17 +61,19 @@ def make_report(
     calibration: str,
     out: str,
     fitted_on: list[str] | None = None,
+    against: str = "",
     tensorboard: str | None = None,
     quiet: bool = False,
 ) -> tuple[Report, dict[str, Acceptance]]:
     """(calibration report, acceptance by domain) of one draft model on the rounds of ``rollouts``."""
+    older = load_report(against).data if against else None
     events, identity = gather_events(drafter, rollouts, target, dtype, quiet)
     fitted = Calibration.load(calibration, identity, events.num_slots)
     earlier = gather_events(drafter, fitted_on, target, dtype, quiet)[0] if fitted_on else None
     accepted = rollout_acceptance(rollouts)
     extra = {"drafter": str(drafter), "rollouts": rollouts, "target": target, "acceptance": plain(accepted)}
     report = build_report(
-        events, fitted, Path(out), extra=extra, events_calibration=earlier, tensorboard_dir=tensorboard
+        events, fitted, Path(out), extra=extra, events_calibration=earlier, against=older, tensorboard_dir=tensorboard
     )
     return report, accepted
 

@@ -20,6 +20,7 @@ from dspark.files import sha256_json
 from dspark.rollouts.manifest import run_facts
 from dspark.runner import Engine, EngineOptions
 from dspark.settings import Settings
+from dspark.slot_maps import of_temperatures
 from dspark.target.decoder import Target
 from dspark.target.load import load_target, load_tokenizer
 
@@ -68,11 +69,11 @@ class Loaded:
 
 
 def _calibration_hash(bundle: Bundle | None) -> str | None:
-    """Of the calibration and the temperatures in effect, which a switch may have set: they are in every round."""
+    """Of the calibration and the maps in effect, which a switch may have set: they are in every round."""
     head = bundle.drafter.confidence_head if bundle else None
     if bundle is None or head is None:
         return None
-    return sha256_json({"calibration": bundle.calibration, "temperatures": list(head.temperatures)})
+    return sha256_json({"calibration": bundle.calibration, "maps": [m.to_dict() for m in head.maps]})
 
 
 def load(source: str, dtype: str, drafter: str | Path = "") -> Loaded:
@@ -124,13 +125,13 @@ def _apply_temperature_switch(bundle: Bundle) -> None:
         raise DsparkError(
             f"{settings.origins[name]}: expected a draft model with a confidence head, but this one has none. Unset it."
         )
-    values = values * len(head.temperatures) if len(values) == 1 else values
-    if bundle.calibration is not None and tuple(values) != head.temperatures:
+    maps = of_temperatures(values * head.num_steps if len(values) == 1 else values)
+    if bundle.calibration is not None and maps != head.maps:
         raise DsparkError(
             f"settings: expected one value for the confidence temperatures, but got {list(values)} from "
-            f"{settings.origins[name]} and {list(head.temperatures)} from the bundle's calibration. Remove one of them."
+            f"{settings.origins[name]} and another from the bundle's calibration. Remove one of them."
         )
-    head.set_temperatures(values)
+    head.set_maps(maps)
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dspark import lightning_cli
+from dspark.calibration.fitting import fit
 from dspark.calibration.report import Report
-from dspark.calibration.temperature import fit
 from dspark.commands.events import gather_events
 from dspark.commands.export import export
 from dspark.commands.prepare import PrepareConfig, prepare
@@ -199,7 +199,7 @@ class Demo:
             fitted_on=[str(rounds / "calibration")], tensorboard="tb_logs/report", quiet=self.quiet,
         )  # fmt: skip
         return {
-            "temperatures": list(calibration.temperatures),
+            "maps": [m.told() for m in calibration.maps],
             "survival": survival_ece(report, events.num_slots),
             "acceptance": plain(accepted),
         }

@@ -1,8 +1,10 @@
 """The confidence head: one logit per slot for "the verifier accepts this token, given that it accepted all before".
 
-logit_k = w^T [h_k; W1[x_{k-1}]] + b, without the Markov part when markov_rank is 0. The probability is
-sigmoid(logit / T_k). Temperatures come from calibration: they stay out of the state dict (and of any cast to bf16), so
-the weights' hash does not change when a calibration is written.
+logit_k = w^T [h_k; W1[x_{k-1}]; o_k] + b. The Markov part is missing when markov_rank is 0, and o_k unless with_law:
+the log-odds that the draft's own law gives its likeliest token and the drafted one, which rank acceptance better than
+a linear reading of a few thousand rounds' hidden states (docs/confidence.md). The probability is a monotone map of the
+logit, sigmoid until calibrated. Maps come from calibration: they stay out of the state dict (and of any cast to bf16),
+so the weights' hash does not change when a calibration is written.
 """
 
 from __future__ import annotations
@@ -12,38 +14,72 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dspark import ops
 from dspark.contracts import DsparkError
-from dspark.drafter.layers import Dense, sigmoid
+from dspark.drafter.layers import Dense
+from dspark.slot_maps import SlotMap, identity
+
+LAW_FEATURES = 2
+_MOST = 16.0  # log-odds beyond it say no more: 1 in 9 million
 
 
 class ConfidenceHead(nn.Module):
     """n_embed: hidden size H. markov_rank: width of the Markov embedding it reads too (0 = hidden state only).
-    num_steps: slots P, each with a temperature (1.0 until calibrated)."""
+    num_steps: slots P, each with a map (sigmoid until calibrated). with_law: it reads `law_features` too."""
 
-    def __init__(self, n_embed: int, markov_rank: int, num_steps: int):
+    def __init__(self, n_embed: int, markov_rank: int, num_steps: int, with_law: bool = False):
         super().__init__()
-        self.markov_rank, self.num_steps = markov_rank, num_steps
-        self.proj = Dense(n_embed + markov_rank, 1, bias=True, out_fp32=True)
-        self.temperatures: tuple[float, ...] = (1.0,) * num_steps
+        self.markov_rank, self.num_steps, self.with_law = markov_rank, num_steps, with_law
+        self.proj = Dense(n_embed + markov_rank + LAW_FEATURES * with_law, 1, bias=True, out_fp32=True)
+        self.maps: tuple[SlotMap, ...] = identity(num_steps)
 
-    def forward(self, hidden: Tensor, markov_embedding: Tensor | None) -> Tensor:
-        """hidden [..., H], markov_embedding [..., r] (unused at markov_rank 0) -> raw logits [...] fp32."""
+    def forward(self, hidden: Tensor, markov_embedding: Tensor | None, law: Tensor | None = None) -> Tensor:
+        """hidden [..., H], markov_embedding [..., r] (unused at markov_rank 0), law [..., LAW_FEATURES] (unused
+        without with_law) -> raw logits [...] fp32."""
+        parts = [hidden]
         if self.markov_rank:
             assert markov_embedding is not None, "this head reads the previous token's Markov embedding too"
-            hidden = torch.cat([hidden, markov_embedding], dim=-1)
-        return self.proj(hidden).squeeze(-1)
+            parts.append(markov_embedding)
+        if self.with_law:
+            assert law is not None, "this head reads the draft's law too"
+            parts.append(law.to(hidden.dtype))
+        return self.proj(torch.cat(parts, dim=-1) if len(parts) > 1 else hidden).squeeze(-1)
 
-    def set_temperatures(self, temperatures: Sequence[float]) -> None:
-        """Raises DsparkError unless there is one positive finite number per slot."""
-        values = tuple(float(t) for t in temperatures)
-        if len(values) != self.num_steps or not all(1e-30 < t < 1e30 for t in values):
+    @torch.no_grad()
+    def forget(self) -> None:
+        """To where training starts: every probability 1/2, or with_law the draft's own (the mean of both log-odds)."""
+        for parameter in self.proj.parameters():
+            parameter.zero_()
+        if self.with_law:
+            self.proj.weight[:, -LAW_FEATURES:] = 1.0 / LAW_FEATURES
+
+    def set_maps(self, maps: Sequence[SlotMap]) -> None:
+        """Raises DsparkError unless there is one per slot."""
+        if len(maps) != self.num_steps:
             raise DsparkError(
-                f"confidence temperatures: expected {self.num_steps} positive numbers, one per slot, but got "
-                f"{list(temperatures)}. Calibrate this draft model again."
+                f"calibration: expected {self.num_steps} maps, one per slot, but got {len(maps)}. Calibrate this draft "
+                "model again."
             )
-        self.temperatures = values
+        self.maps = tuple(maps)
 
-    def rates(self, logits: Tensor) -> Tensor:
-        """Raw logits [..., g], the first g slots -> acceptance probabilities [..., g] fp32."""
-        table = torch.tensor(self.temperatures[: logits.shape[-1]], dtype=torch.float32, device=logits.device)
-        return sigmoid(logits.float() / table, self.training)
+
+@torch.no_grad()
+def law_features(logits: Tensor, columns: Tensor) -> Tensor:
+    """logits [..., V'] fp32 of the draft, columns [...] of the drafted tokens (-1: none of the draft vocabulary) ->
+    log-odds [..., LAW_FEATURES] of the likeliest token and of the drafted one, at temperature 1."""
+    best = logits.argmax(dim=-1)
+    drafted = torch.where(columns < 0, -_MOST, log_odds(logits, columns.clamp_min(0)))
+    return torch.stack([log_odds(logits, best), drafted], dim=-1)
+
+
+def log_odds(logits: Tensor, columns: Tensor) -> Tensor:
+    """ln(p / (1 - p)) [...] fp32 of one token of each law: its logit less the others' ln sum exp, held within 16.
+
+    Made of our log-softmax and subtractions alone, so a row's bits do not depend on its place.
+    """
+    flat, column = logits.flatten(0, -2), columns.flatten()[:, None]
+    others = flat.scatter(-1, column, -torch.inf)
+    best = others.argmax(dim=-1)
+    rest = others.gather(-1, best[:, None]).squeeze(-1) - ops.raw_logprob(others, best)
+    found = flat.gather(-1, column).squeeze(-1) - rest
+    return found.clamp(-_MOST, _MOST).view(columns.shape)

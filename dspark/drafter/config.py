@@ -46,7 +46,8 @@ class DrafterConfig:
         (mtp.py): num_layers = block_size, sample_from_anchor true, neither input_fusion
         nor convolution (its slots are different layers); mask_token_id is not read.
     markov_rank 0 switches the sequential head off. confidence_with_markov gives the confidence head the previous
-        token's Markov embedding beside the hidden state; stop_gradient detaches both.
+        token's Markov embedding beside the hidden state; stop_gradient detaches both. confidence_with_law gives it the
+        log-odds of the draft's own law; a head that reads them is trained on rounds, apart from the draft layers.
     sliding_window: how many context tokens before the anchor a block sees (0 = all).
     input_fusion: block inputs are projections of the last context feature and the anchor's embedding (fusion.py), not
         the anchor's and the mask token's embeddings.
@@ -86,6 +87,7 @@ class DrafterConfig:
     markov_rank: int = 0
     confidence_head: bool = False
     confidence_with_markov: bool = False
+    confidence_with_law: bool = False
     stop_gradient: bool = False
     sliding_window: int = 0
     input_fusion: bool = False
@@ -229,12 +231,14 @@ def _wrong_layer_ids(config: DrafterConfig) -> list[str]:
 
 
 def _wrong_heads(config: DrafterConfig) -> list[str]:
-    wanted = "with confidence_with_markov: true, or confidence_with_markov false"
-    reads = bool(config.confidence_with_markov)
+    markov, law = (bool(value) for value in (config.confidence_with_markov, config.confidence_with_law))
+    names = " and ".join(n for n, on in (("confidence_with_markov", markov), ("confidence_with_law", law)) if on)
     checks = (
-        ("confidence_head", not reads or bool(config.confidence_head), f"true {wanted}"),
-        ("markov_rank", not reads or config.markov_rank > 0, f">= 1 {wanted}: without a Markov head it has no "
-         "embedding to read"),
+        ("confidence_head", not names or bool(config.confidence_head), f"true with {names}: true, or {names} false"),
+        ("markov_rank", not markov or config.markov_rank > 0, ">= 1 with confidence_with_markov: true, or "
+         "confidence_with_markov false: without a Markov head it has no embedding to read"),
+        ("candidates", not law or config.candidates != 1, "0 or at least 2 with confidence_with_law: true, or "
+         "confidence_with_law false: a law on one token has no odds"),
     )  # fmt: skip
     return _wrong(config, checks)
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dspark.contracts import DsparkError
 from dspark.drafter.backbone import DraftLayer
 from dspark.drafter.candidates import keep_candidates
-from dspark.drafter.confidence import ConfidenceHead
+from dspark.drafter.confidence import ConfidenceHead, law_features
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.context import Context
 from dspark.drafter.features import LayerFeatures
@@ -83,8 +83,9 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden, eps)
         self.markov_head = markov_head(config)
-        rank = config.markov_rank if config.confidence_with_markov else 0
-        self.confidence_head = ConfidenceHead(hidden, rank, config.num_predictions) if config.confidence_head else None
+        rank, reads = config.markov_rank if config.confidence_with_markov else 0, config.confidence_with_law
+        head = ConfidenceHead(hidden, rank, config.num_predictions, reads) if config.confidence_head else None
+        self.confidence_head = head
         own = config.num_layers - 1 if config.layer_fusion else 0  # last, so that all before it starts as without it
         self.layer_features = nn.ModuleList(LayerFeatures(config) for _ in range(own))
         self.register_buffer("draft_ids", _draft_ids(config, draft_ids))
@@ -183,15 +184,15 @@ class Drafter(nn.Module):
             phi, state = self.markov_head.step(state, hidden, embedding)
             return self.markov_head.markov_w2(phi), state, embedding
 
-    def confidence_logits(self, hidden: Tensor, markov_embedding: Tensor | None) -> Tensor:
-        """hidden [M,H], markov_embedding [M,r] -> raw logits [M] fp32."""
+    def confidence_logits(self, hidden: Tensor, markov_embedding: Tensor | None, law: Tensor | None = None) -> Tensor:
+        """hidden [M,H], markov_embedding [M,r], law [M,2] for a head that reads it -> raw logits [M] fp32."""
         head = self.confidence_head
         assert head is not None, "this draft model has no confidence head"
         if self.config.stop_gradient or not self.training:  # the head may train while the rest is in eval mode
             hidden = hidden.detach()
             markov_embedding = None if markov_embedding is None else markov_embedding.detach()
         with torch.set_grad_enabled(head.training and torch.is_grad_enabled()):
-            return head(hidden, markov_embedding)
+            return head(hidden, markov_embedding, law)
 
     # Whole blocks: with known tokens, or token by token
 
@@ -215,11 +216,19 @@ class Drafter(nn.Module):
         """hidden [B,P,H], the block's tokens [B,P] -> logits [B,P,Vd] fp32, each slot given the tokens before it."""
         return self.slot_logits(hidden, self.block_phi(hidden, self._markov_embedding(anchor_ids, labels)))
 
-    def draft_confidence(self, hidden: Tensor, anchor_ids: Tensor, labels: Tensor) -> Tensor | None:
-        """As draft_logits -> raw confidence logits [B,P] fp32; None without the head. No vocabulary-sized work."""
+    def draft_confidence(
+        self, hidden: Tensor, anchor_ids: Tensor, labels: Tensor, law: Tensor | None = None
+    ) -> Tensor | None:
+        """As draft_logits, law [B,P,2] as `law` gives it -> raw confidence logits [B,P] fp32; None without the head. No
+        vocabulary-sized work."""
         if self.confidence_head is None:
             return None
-        return self.confidence_logits(hidden, self._markov_embedding(anchor_ids, labels))
+        return self.confidence_logits(hidden, self._markov_embedding(anchor_ids, labels), law)
+
+    def law(self, logits: Tensor, ids: Tensor) -> Tensor | None:
+        """The draft's logits [...,Vd] and the drafted tokens [...] -> what a confidence head with_law reads [...,2];
+        None for one that does not."""
+        return law_features(logits, self.to_columns(ids)) if self.config.confidence_with_law else None
 
     def _markov_embedding(self, anchor_ids: Tensor, labels: Tensor) -> Tensor | None:
         """W1 [B,P,r] of the token before each prediction; None at rank 0."""
@@ -237,10 +246,12 @@ class Drafter(nn.Module):
         begin: Tensor,
         end: Tensor,
     ) -> BlockStates:
-        """Whole blocks given the true tokens, labels [B,P], without any vocabulary-sized work."""
+        """Whole blocks given the true tokens, labels [B,P], without any vocabulary-sized work: so no confidence of a
+        head that reads the law."""
         hidden = self.backbone(anchor_ids, anchor_positions, labels, context, begin, end)
         embedding = self._markov_embedding(anchor_ids, labels)
-        confidence = None if self.confidence_head is None else self.confidence_logits(hidden, embedding)
+        silent = self.confidence_head is None or self.config.confidence_with_law
+        confidence = None if silent else self.confidence_logits(hidden, embedding)
         return BlockStates(hidden, self.block_phi(hidden, embedding), confidence)
 
     def teacher_forced(
@@ -254,7 +265,10 @@ class Drafter(nn.Module):
     ) -> DraftOutput:
         """Logits of whole blocks given the true tokens: labels [B,P], the token at anchor + j + 1."""
         states = self.block_states(anchor_ids, anchor_positions, labels, context, begin, end)
-        return DraftOutput(states.hidden, self.slot_logits(states.hidden, states.phi), states.confidence_logits)
+        logits, confidence = self.slot_logits(states.hidden, states.phi), states.confidence_logits
+        if self.config.confidence_with_law:
+            confidence = self.draft_confidence(states.hidden, anchor_ids, labels, self.law(logits.detach(), labels))
+        return DraftOutput(states.hidden, logits, confidence)
 
     @torch.no_grad()
     def propose(
@@ -273,15 +287,18 @@ class Drafter(nn.Module):
         assert 1 <= gamma <= self.config.num_predictions, f"propose: gamma {gamma}"
         block = self._block(anchor_ids, anchor_positions, context, begin, end, gamma)
         previous, state = anchor_ids, None
-        states, tokens = [], []
+        states, tokens, laws = [], [], []
         for slot in range(gamma):
             hidden, logits = block.step(slot, previous)
             bias, state, _ = self.slot_bias(state, hidden, previous)
-            previous = choose(slot, logits if bias is None else logits + bias)
+            logits = logits if bias is None else logits + bias
+            previous = choose(slot, logits)
             states.append(hidden)
             tokens.append(previous)
-        token_ids = torch.stack(tokens, dim=1)
-        return Proposal(token_ids, self.draft_confidence(torch.stack(states, dim=1), anchor_ids, token_ids))
+            laws.append(self.law(logits, previous))
+        token_ids, read = torch.stack(tokens, dim=1), [law for law in laws if law is not None]
+        law = torch.stack(read, dim=1) if read else None
+        return Proposal(token_ids, self.draft_confidence(torch.stack(states, dim=1), anchor_ids, token_ids, law))
 
     def to_columns(self, ids: Tensor) -> Tensor:
         """Vocabulary ids [...] -> logit columns [...], -1 where the draft vocabulary lacks the id."""

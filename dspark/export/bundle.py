@@ -10,6 +10,7 @@ export/deepspec.py and export/speculators.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from dspark.export.tensors import (
     save_tensors,
 )
 from dspark.files import atomic_dir, atomic_write, canonical_json, read_json, sha256_file
-from dspark.rotary import is_number
+from dspark.slot_maps import SlotMap, read_maps
 
 __all__ = [
     "Bundle", "check_gamma", "check_parity", "check_target", "drafter_hash", "is_bundle", "load_bundle", "save_bundle",
@@ -90,17 +91,17 @@ def load_bundle(directory: str | Path) -> Bundle:
     return Bundle(directory, drafter.config, drafter.eval(), calibration, manifest["meta"], identity)
 
 
-def write_calibration(directory: str | Path, temperatures: list[float], data_hash: str, **extra: Any) -> None:
-    """Writes calibration.json beside the weights it was fitted for. temperatures: one per slot. extra: JSON-ready."""
+def write_calibration(directory: str | Path, maps: Sequence[SlotMap], data_hash: str, **extra: Any) -> None:
+    """Writes calibration.json beside the weights it was fitted for. maps: one per slot. extra: JSON-ready."""
     directory = Path(directory)
     drafter, manifest = _load(directory)
     if drafter.confidence_head is None:
         raise DsparkError(f"{directory}: expected a draft model with a confidence head to calibrate, but it has none.")
-    drafter.confidence_head.set_temperatures(temperatures)
+    drafter.confidence_head.set_maps(maps)
     content = {
         **extra,
         "drafter_hash": manifest["drafter_hash"],
-        "temperatures": list(drafter.confidence_head.temperatures),
+        "maps": [m.to_dict() for m in maps],
         "data_hash": data_hash,
     }
     atomic_write(directory / CALIBRATION, canonical_json(content) + "\n")
@@ -188,12 +189,12 @@ def _read_calibration(directory: Path, drafter: Drafter, identity: str) -> dict[
         )
     if drafter.confidence_head is None:
         raise DsparkError(f"{path}: expected no calibration for a draft model without a confidence head. Remove it.")
-    temperatures = calibration.get("temperatures")
-    if not isinstance(temperatures, list) or not all(map(is_number, temperatures)):
-        raise DsparkError(f"{path}: expected a list of temperatures, but got {temperatures!r}. Calibrate again.")
     if not isinstance(calibration.get("data_hash"), str):
         raise DsparkError(
             f"{path}: expected data_hash to be a text, but got {calibration.get('data_hash')!r}. Calibrate again."
         )
-    drafter.confidence_head.set_temperatures(temperatures)
+    try:
+        drafter.confidence_head.set_maps(read_maps(calibration.get("maps")))
+    except DsparkError as error:
+        raise DsparkError(f"{path}: {error}") from error
     return calibration

@@ -3,7 +3,7 @@
     bundle       ours: hashes, calibration, the target's fingerprint; what the runner loads
     deepspec     the flat layout of the DeepSpec reference
     speculators  the nested layout of the speculators project
-The foreign formats say nothing of calibration temperatures and of the target's fingerprint; ``notes`` says so, and says
+The foreign formats say nothing of calibrations and of the target's fingerprint; ``notes`` says so, and says
 where an engine is known not to apply what a file holds.
 """
 
@@ -115,7 +115,7 @@ def notes(kind: str, draft: Draft) -> list[str]:
     last = config.num_target_layers - 1
     checks = (
         (draft.unproved, unproved),
-        (draft.calibration, f"{kind} has no place for calibration temperatures: they are left out"),
+        (draft.calibration, f"{kind} has no place for a calibration: it is left out"),
         (config.stop_gradient, "stop_gradient is a setting of training and left out"),
         (
             config.markov_rank and config.markov_head != "vanilla",

@@ -45,6 +45,7 @@ def unsayable(config: DrafterConfig) -> list[str]:
         (config.layer_fusion, "layer_fusion true (one map of the tapped layers serves all draft layers)"),
         (config.convolution, "convolution true (Qwen3 layers have none)"),
         (config.candidates > 0, f"candidates {config.candidates} (the draft law is over all columns)"),
+        (config.confidence_with_law, "confidence_with_law true (a confidence head reads hidden state and Markov part)"),
         (config.markov_head == "pair", "markov_head pair (the known kinds are vanilla, gated, rnn)"),
         (not config.qk_norm, "qk_norm false (Qwen3 layers norm queries and keys)"),
         (biased, "attention_bias unlike attention_out_bias (one switch sets both)"),

@@ -6,7 +6,6 @@ the anchor. ``commit`` writes them as the target confirms tokens; block keys are
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +34,7 @@ class DraftStage:
     def __init__(self, drafter: Drafter, capacity: int, verifier: VerifierName, width: int):
         config = drafter.config
         self.drafter, self.verifier, self.width = drafter, verifier, width
-        self.temperatures = drafter.confidence_head.temperatures if drafter.confidence_head else ()
+        self.maps = drafter.confidence_head.maps if drafter.confidence_head else ()
         self.context = Context.empty(config, capacity, drafter.dtype)
 
     def commit(self, features: Tensor, positions: Tensor, rows: Tensor) -> None:
@@ -66,15 +65,6 @@ class DraftStage:
         if proposal.confidence_logits is None:
             return [MTPPredictInfo(tuple(row), None) for row in tokens]
         return [
-            MTPPredictInfo(tuple(ids), tuple(map(confidence_rate, logits, self.temperatures[: self.width])))
+            MTPPredictInfo(tuple(ids), tuple(m.rate(z) for m, z in zip(self.maps, logits, strict=False)))
             for ids, logits in zip(tokens, proposal.confidence_logits.tolist(), strict=True)
         ]
-
-
-def confidence_rate(logit: float, temperature: float) -> float:
-    """sigmoid(logit / temperature), one scalar at a time: a tensor's vector loop and its tail may differ in the last
-    bit, so a value would depend on the request's place in the batch."""
-    z = logit / temperature
-    if z >= 0.0:
-        return 1.0 / (1.0 + math.exp(-z))
-    return math.exp(z) / (1.0 + math.exp(z))

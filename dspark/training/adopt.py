@@ -16,7 +16,8 @@ from dspark.drafter.config import DrafterConfig
 from dspark.training.checkpoint import CHECKPOINT_KEY
 from dspark.training.options import DrafterOptions
 
-_CHOSEN = {f.name for f in fields(DrafterOptions)} - {"candidates"}  # the rest follows the target
+_CHOSEN = {f.name for f in fields(DrafterOptions)} - {"candidates"}  # by a recipe; the rest follows the target
+_OURS = _CHOSEN | {"confidence_with_law"}  # what confidence training may have added
 
 
 def saved_config(checkpoint: dict[str, Any], given: DrafterConfig) -> DrafterConfig:
@@ -26,7 +27,7 @@ def saved_config(checkpoint: dict[str, Any], given: DrafterConfig) -> DrafterCon
         raise DsparkError("checkpoint: expected one of this project's, but it describes no draft model.")
     values = {**checkpoint[CHECKPOINT_KEY], "candidates": given.candidates}
     saved = DrafterConfig.from_dict(values, "checkpoint: draft model config")
-    if foreign := [name for name in _differing(saved, given) if name not in _CHOSEN]:
+    if foreign := [name for name in _differing(saved, given) if name not in _OURS]:
         raise DsparkError(
             "checkpoint: expected a draft model for this target, but got one for another: "
             f"{_told(saved, given, foreign)}. Use the target and target_dtype that it was trained with."

@@ -6,6 +6,7 @@ Every tensor must be there and none too many. Checkpoints are loaded with weight
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,18 @@ def served(drafter: Drafter, target: Target) -> Drafter:
         running = Drafter(drafter.config)
         running.load_state_dict(drafter.state_dict())
         return running.to(target.dtype).bind(target.embed_weight, target.head_weight).eval()
+
+
+def reading_the_law(drafter: Drafter, target: Target) -> Drafter:
+    """The same draft model with a confidence head that reads the draft's law, and says what the law does (`forget`)."""
+    if drafter.config.confidence_with_law:
+        return drafter
+    wider = Drafter(replace(drafter.config, confidence_with_law=True))
+    assert wider.confidence_head is not None, "asked of draft models with the head"
+    wider.confidence_head.forget()
+    fresh = {f"confidence_head.{name}": tensor for name, tensor in wider.confidence_head.state_dict().items()}
+    wider.load_state_dict(drafter.state_dict() | fresh)
+    return wider.to(drafter.dtype).bind(target.embed_weight, target.head_weight).eval()
 
 
 def _filled(config: DrafterConfig, tensors: dict[str, Tensor], path: Path) -> Drafter:

@@ -10,27 +10,29 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
-from torchmetrics import Metric
 
-from dspark.calibration.metrics import SlotAUROC, SlotBrier, SlotECE, SlotMeanObserved, SlotMeanPredicted, SlotNLL
+from dspark.calibration.report import format_table
 from dspark.contracts import DsparkError
+from dspark.drafter.identity import drafter_hash
 from dspark.drafter.model import Drafter
 from dspark.training import losses
 from dspark.training.adopt import refuse_other_shape, saved_config, tell_adopted
 from dspark.training.batches import RoundBatch
-from dspark.training.checkpoint import drafter_in, load_drafter, seal, served
+from dspark.training.checkpoint import drafter_in, load_drafter, reading_the_law, seal, served
+from dspark.training.confidence_test import CALIBRATION, confidence_report, gathered, older_report
+from dspark.training.data import RoundsDataModule
 from dspark.training.frozen import Capture, FrozenTargetModule, capture, law_reader
 from dspark.training.labels import acceptance, laws_at, observed_events
 from dspark.training.optim import make_optimizer
-from dspark.training.options import OptimizerOptions, as_options, plain
+from dspark.training.options import OptimizerOptions, ReportOptions, as_options, plain
 from dspark.training.ranges import POSITIVE, check
-
-_METRICS = {"ece": SlotECE, "brier": SlotBrier, "nll": SlotNLL, "auroc": SlotAUROC,
-            "predicted": SlotMeanPredicted, "observed": SlotMeanObserved}  # fmt: skip
+from dspark.training.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,12 @@ class ConfidenceModule(FrozenTargetModule):
         labels: observed (what the verifier did), or the analytic acceptance probability of a verifier.
         temperature: of the laws behind analytic labels.
         optimizer: AdamW and its schedule.
-        reset_head: start the head from zero instead of from where drafter training left it.
+        reset_head: start the head afresh instead of from where drafter training left it.
         target_dtype: dtype the target runs in.
         max_skipped_share: share of sequences with non-finite features past which the run stops.
+        report: the calibration and its report that `lightning test` makes.
+        with_law: the head reads the log-odds of the draft's own law too, and starts from them alone. No other format
+            than ours holds such a head.
     """
 
     tests_last: ClassVar[bool] = True  # an untrained head says nothing
@@ -69,16 +74,24 @@ class ConfidenceModule(FrozenTargetModule):
         reset_head: bool = False,
         target_dtype: str = "bfloat16",
         max_skipped_share: float = 0.05,
+        report: ReportOptions | None = None,
+        with_law: bool = False,
     ):
         super().__init__(target, target_dtype, max_skipped_share)
+        self.report = as_options(ReportOptions, report or ReportOptions())
         self.source, self.label_kind, self.temperature = drafter, labels, temperature
         check("model", self, temperature=POSITIVE)
         self.optimizer_options = as_options(OptimizerOptions, optimizer or OptimizerOptions(warmup_steps=5))
-        self.reset_head = reset_head
+        self.reset_head, self.with_law = reset_head, with_law
         self.drafter: Drafter  # built in setup()
         self._running: list[Drafter] = []  # in a list, so that it is no submodule
-        rest = {"temperature": temperature, "reset_head": reset_head, "target_dtype": target_dtype}
-        rest |= {"max_skipped_share": max_skipped_share, "optimizer": self.optimizer_options}
+        rest: dict[str, Any] = {"temperature": temperature, "reset_head": reset_head, "with_law": with_law}
+        rest |= {
+            "target_dtype": target_dtype,
+            "max_skipped_share": max_skipped_share,
+            "optimizer": self.optimizer_options,
+            "report": self.report,
+        }
         self.save_hyperparameters(plain(target=target, drafter=drafter, labels=labels, **rest))
 
     def setup(self, stage: str) -> None:
@@ -86,23 +99,27 @@ class ConfidenceModule(FrozenTargetModule):
         super().setup(stage)
         if self._running:
             return
-        self.drafter = load_drafter(self.source, self.target)
-        if self.drafter.confidence_head is not None and self.reset_head:
-            for parameter in self.drafter.confidence_head.parameters():
-                torch.nn.init.zeros_(parameter)
+        self.drafter = self._with_head(load_drafter(self.source, self.target))
+        if self.with_law:
+            self.drafter = reading_the_law(self.drafter, self.target)
+        if self.reset_head and self.drafter.confidence_head is not None:
+            self.drafter.confidence_head.forget()
         self._prepare()
 
-    def _prepare(self) -> None:
-        """Freeze all but the confidence head of self.drafter; the runner's side of it, and metrics of its width."""
-        if self.drafter.confidence_head is None:
+    def _with_head(self, drafter: Drafter) -> Drafter:
+        if drafter.confidence_head is None:
             raise DsparkError(f"{self.source}: expected a draft model with a confidence head, but this one has none.")
+        return drafter
+
+    def _prepare(self) -> None:
+        """Freeze all but the confidence head of self.drafter; the runner's side of it."""
+        head = self._with_head(self.drafter).confidence_head
+        assert head is not None, "just looked"
         self.drafter.requires_grad_(False)
-        self.drafter.confidence_head.requires_grad_(True)
+        head.requires_grad_(True)
         self._running[:] = [self._runner_side()]
         self.train(self.training)  # the trainer leaves modes as it finds them, and warns of frozen layers:
         warnings.filterwarnings("ignore", message=r".*module\(s\) in eval mode at the start of training.*")
-        slots = self.drafter.config.num_predictions
-        self.slot_metrics = torch.nn.ModuleDict({name: kind(slots) for name, kind in _METRICS.items()})
 
     def _runner_side(self) -> Drafter:
         """The draft model in the runner's dtype: the frozen layers' outputs must be the ones that serving will see."""
@@ -148,14 +165,15 @@ class ConfidenceModule(FrozenTargetModule):
         with torch.no_grad():
             context = drafter.encode(seen.features, batch.positions())
             hidden = drafter.backbone(anchor_ids, batch.anchors, drafted, context, begin, begin + batch.anchors)
-            wanted = want_draft or self.label_kind != "observed"
+            wanted = want_draft or self.label_kind != "observed" or drafter.config.confidence_with_law
             draft_logits = drafter.draft_logits(hidden, anchor_ids, drafted) if wanted else None
+            law = None if draft_logits is None else drafter.law(draft_logits, drafted)
         if draft_logits is not None and self.label_kind != "observed":
             labels = self._analytic(seen, begin + batch.anchors, observed, draft_logits)
         if self.training:  # fp32 with gradient; otherwise the runner's own arithmetic, bit for bit
-            logits = self.drafter.draft_confidence(hidden.to(self.drafter.dtype), anchor_ids, drafted)
+            logits = self.drafter.draft_confidence(hidden.to(self.drafter.dtype), anchor_ids, drafted, law)
         else:
-            logits = drafter.draft_confidence(hidden, anchor_ids, drafted)
+            logits = drafter.draft_confidence(hidden, anchor_ids, drafted, law)
         assert logits is not None, "setup() refuses a draft model without a confidence head"
         return Judged(logits, labels, observed, draft_logits)
 
@@ -190,51 +208,111 @@ class ConfidenceModule(FrozenTargetModule):
     def _bce(judged: Judged) -> losses.SumCount:
         return losses.confidence_bce(judged.logits, judged.labels, judged.observed.float())
 
+    # ---- validation and test ------------------------------------------------------------------------------------
+
+    def _watch(self, split: str) -> None:
+        """Every rank reads all samples of a split, so they agree on its domains."""
+        domains = sorted({sample.domain for sample in self._data().samples(split)})
+        self.watch = Watch(self.drafter.config.num_predictions, domains)
+
+    def _data(self) -> RoundsDataModule:
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, RoundsDataModule):
+            raise DsparkError(f"data: expected a RoundsDataModule, but got {type(data).__name__}.")
+        return data
+
+    def on_validation_epoch_start(self) -> None:
+        self._watch("val")
+
     def validation_step(self, batch: RoundBatch, batch_idx: int) -> None:
         judged = self.judge(batch)
-        if judged is None:
-            return
-        rates = torch.sigmoid(judged.logits)
-        for name in self.slot_metrics:
-            self._metric(name).update(rates, judged.labels, judged.observed)
+        if judged is not None:
+            self._count(batch, judged)
 
-    def _metric(self, name: str) -> Metric:
-        metric = self.slot_metrics[name]
-        assert isinstance(metric, Metric)
-        return metric
+    def _count(self, batch: RoundBatch, judged: Judged) -> None:
+        domain = [batch.domains[i] for i in batch.sequence.tolist()]
+        rates = torch.sigmoid(judged.logits)
+        self.watch.update(rates, judged.labels, judged.observed, batch.accepted, batch.verified, domain)
 
     def on_validation_epoch_end(self) -> None:
-        self._log_metrics("val")
+        self._log("val")
 
-    test_step = validation_step
+    def _log(self, stage: str) -> None:
+        """Everything goes to the loggers; what `validate` prints are the means over slots. `test` has its report."""
+        self.streamed = {f"{stage}/{name}": float(value) for name, value in self.watch.told().items()}
+        printed = [name for name in self.streamed if stage == "val" and name.count("/") == 2]
+        for name in printed:
+            on_bar = name in ("val/survival/ece", "val/conditional/nll")
+            self.log(name, self.streamed[name], prog_bar=on_bar)
+        rest = {name: value for name, value in self.streamed.items() if name not in printed}
+        for logger in [] if self.trainer.sanity_checking else self.trainer.loggers:
+            logger.log_metrics(rest, self.global_step)
+
+    def on_test_start(self) -> None:
+        """Raises DsparkError when there is nothing to calibrate on, or nothing to compare with."""
+        if not self._data().paths["predict"]:
+            raise DsparkError(
+                "test: expected rounds to calibrate on in data.predict, but got none. Give "
+                "--data.init_args.predict='[FOLDER]' (another split than data.test)."
+            )
+        self._older = older_report(self.report, self.drafter.config.num_predictions)
+        self.tested: list[dict[str, Any]] = []
+
+    def on_test_epoch_start(self) -> None:
+        self._watch("test")
+
+    def test_step(self, batch: RoundBatch, batch_idx: int) -> None:
+        judged = self.judge(batch, want_draft=True)
+        if judged is not None:
+            self._count(batch, judged)
+            self.tested.append(self._record(batch, judged))
 
     def on_test_epoch_end(self) -> None:
-        self._log_metrics("test")
+        """The streamed figures of the head as it is, then calibration and report."""
+        self._log("test")
+        found = (self.predict_step(batch, i) for i, batch in enumerate(self._data().predict_dataloader()))
+        calibration = [part for part in found if part is not None]
+        world = self.trainer.world_size
+        tested, calibration = gathered(self.tested, world), gathered(calibration, world)
+        if self.trainer.is_global_zero:
+            self._report(tested, calibration)
+        self.trainer.strategy.barrier()
 
-    def _log_metrics(self, stage: str) -> None:
-        for name in self.slot_metrics:
-            metric = self._metric(name)
-            values = metric.compute().float().reshape(-1)  # torchmetrics squeezes a single value
-            self.log_dict({f"{stage}/{name}/slot_{k}": value for k, value in enumerate(values, 1)})
-            self.log(f"{stage}/{name}", values.nanmean(), prog_bar=name in ("ece", "nll"))
-            metric.reset()
+    def _report(self, tested: list[dict[str, Any]], calibration: list[dict[str, Any]]) -> None:
+        folder = Path(self.report.out or Path(self.trainer.default_root_dir) / "report")
+        paths = self._data().paths
+        facts = {"checkpoint": str(self.trainer.ckpt_path or self.source), "target": self.target_source,
+                 "labels": self.label_kind, "calibrated on": paths["predict"], "tested on": paths["test"]}  # fmt: skip
+        logs = next((logger.log_dir for logger in self.trainer.loggers if isinstance(logger, TensorBoardLogger)), None)
+        board = None if logs is None else Path(logs) / "report"
+        identity = drafter_hash(self.drafter)
+        report = confidence_report(tested, calibration, self.report, identity, folder, self._older, facts, board)
+        print(f"{format_table(report)}\n\nwritten to {folder}/report.html, {CALIBRATION}")
 
     def predict_step(self, batch: RoundBatch, batch_idx: int) -> dict[str, Any] | None:
-        """What calibration reads, per round: confidence_logits [B,P] before any temperature, labels and observed [B,P],
-        accepted and verified [B], draft_max_prob [B,P] (of the draft's law), domain, conversation (B names)."""
+        """What calibration reads, or None for a batch without rounds: see _record."""
         judged = self.judge(batch, want_draft=True)
-        if judged is None or judged.draft_logits is None:
-            return None
-        domains = [batch.domains[i] for i in batch.sequence.tolist()]
+        return None if judged is None else self._record(batch, judged)
+
+    @staticmethod
+    def _record(batch: RoundBatch, judged: Judged) -> dict[str, Any]:
+        """Per round of a sequence with finite features: confidence_logits [B,P] before any calibration, labels and
+        observed [B,P], accepted and verified [B], draft_max_prob [B,P] (of the draft's law), domain, conversation,
+        sequence (B names), anchor [B]."""
+        assert judged.draft_logits is not None, "judged with want_draft"
+        rows = judged.observed.any(dim=-1).nonzero().flatten()  # something was verified in every round
+        kept, sequences = rows.tolist(), batch.sequence.tolist()
         return {
-            "confidence_logits": judged.logits.detach(),
-            "labels": judged.labels,
-            "observed": judged.observed,
-            "accepted": batch.accepted,
-            "verified": batch.verified,
-            "draft_max_prob": torch.softmax(judged.draft_logits, dim=-1).amax(dim=-1),
-            "domain": domains,
-            "conversation": list(batch.conversations),
+            "confidence_logits": judged.logits.detach()[rows],
+            "labels": judged.labels[rows],
+            "observed": judged.observed[rows],
+            "accepted": batch.accepted[rows],
+            "verified": batch.verified[rows],
+            "draft_max_prob": torch.softmax(judged.draft_logits[rows], dim=-1).amax(dim=-1),
+            "anchor": batch.anchors[rows],
+            "domain": [batch.domains[sequences[i]] for i in kept],
+            "conversation": [batch.conversations[i] for i in kept],
+            "sequence": [batch.sample_ids[sequences[i]] for i in kept],
         }
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
@@ -248,7 +326,11 @@ class ConfidenceModule(FrozenTargetModule):
         super().on_load_checkpoint(checkpoint)
         saved = saved_config(checkpoint, self.drafter.config)
         if self.fitting:
-            refuse_other_shape(saved, self.drafter.config, f"{self.source} is another than the run began with.")
+            reads = saved.confidence_with_law
+            advice = f"{self.source} is another than the run began with."
+            if reads != self.drafter.config.confidence_with_law:
+                advice = f"Give --model.init_args.with_law={str(reads).lower()}, or start a new run."
+            refuse_other_shape(saved, self.drafter.config, advice)
         if saved != self.drafter.config:
             if self.trainer.is_global_zero:
                 tell_adopted(saved, self.drafter.config)

@@ -206,6 +206,28 @@ class RolloutOptions:
 
 
 @dataclass(kw_only=True)
+class ReportOptions:
+    """The calibration and its report of `lightning test recipes/confidence.yaml`.
+
+    Args:
+        method: what is fitted to each slot on data.init_args.predict: temperature, platt or isotonic; the others are
+            fitted too, and reported beside it.
+        against: an older report.json (or its folder): has calibration moved since?
+        replicates: bootstrap replicates behind every interval.
+        out: folder of calibration.json and the report; "" takes trainer.default_root_dir/report.
+    """
+
+    method: Literal["temperature", "platt", "isotonic"] = "temperature"
+    against: str = ""
+    replicates: int = 500
+    out: str = ""
+
+    def __post_init__(self) -> None:
+        if self.replicates < 1:
+            raise DsparkError(f"report: expected replicates >= 1, but got {self.replicates}.")
+
+
+@dataclass(kw_only=True)
 class FeatureOptions:
     """Where what the target says about a training sequence comes from.
 

@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from dspark.calibration import measures, scores
+from dspark.calibration.fitting import fit
+from dspark.calibration.record import Calibration, survival
 from dspark.calibration.report import Report, build_report, format_table, load_report
-from dspark.calibration.temperature import Calibration, fit, survival
 from dspark.contracts import DsparkError
+from dspark.slot_maps import identity
 
-FILES = {"report.json", "report.html", "overview.png", "reliability-survival.png", "reliability-conditional.png"}
+FILES = {"report.json", "report.html", "overview.png", "reliability-survival.png", "reliability-conditional.png",
+         "thresholds.png"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,7 @@ def test_files_and_round_trip(made) -> None:
 
 def test_numbers_are_the_measures(made) -> None:
     events, calibration, report = made
-    a, y = survival(events.confidence_logits, calibration.temperatures).double(), events.labels
+    a, y = survival(events.confidence_logits, calibration.maps).double(), events.labels
     row = report.row("head_calibrated", "cumulative", 2)
     assert row["ece"] == pytest.approx(measures.ece(a[:, 1], y[:, 1], measures.bin_index(a[:, 1])), abs=1e-6)
     assert row["auroc"] == pytest.approx(measures.auroc(a[:, 1], y[:, 1]), abs=1e-6)
@@ -108,7 +111,7 @@ def test_page_is_self_contained(made) -> None:
     page = _Page()
     page.feed(text)
     assert page.open == []
-    assert len(page.sources) == 3
+    assert len(page.sources) == 4
     assert all(source.startswith("data:image/png;base64,") for source in page.sources)
     assert "<script" not in text
     assert "A title &lt;1&gt;" in text
@@ -156,7 +159,7 @@ def test_no_data_is_said_not_nan(heads, tmp_path) -> None:
     assert "no data" in table
     assert max(map(len, table.splitlines())) <= 80
     notes = " ".join(report.data["notes"])
-    for phrase in ("fitted on", "No data to fit slot 2, 3", "reached slot 2, 3", "Baselines left out", "Only one"):
+    for phrase in ("fitted on", "No data to fit slot 2, 3", "reached slot 2, 3", "Left out", "Only one"):
         assert phrase in notes
 
 
@@ -169,7 +172,7 @@ def test_nothing_verified_at_all(heads, tmp_path) -> None:
 
 def test_wrong_inputs(heads, tmp_path) -> None:
     events = heads.synthetic_head(20)
-    other = Calibration((1.0, 1.0), "drafter", "data", 1, (None, None), (None, None))
+    other = Calibration("temperature", identity(2), "drafter", "data", 1, (None, None), (None, None))
     with pytest.raises(DsparkError, match="3 slots"):
         build_report(events, other, tmp_path / "new")
     with pytest.raises(DsparkError, match="plain JSON"):

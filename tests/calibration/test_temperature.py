@@ -11,8 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.calibration.events import Events
-from dspark.calibration.temperature import Calibration, apply, fit, survival, survival_ece
+from dspark.calibration.fitting import fit
+from dspark.calibration.record import Calibration, survival_ece
 from dspark.contracts import DsparkError
+from dspark.slot_maps import SlotMap, identity
+
+
+def temperatures(calibration: Calibration) -> tuple[float, ...]:
+    assert all(m.shift == 0 and not m.knots for m in calibration.maps)
+    return tuple(m.temperature for m in calibration.maps)
 
 
 def mean(values: tuple[float | None, ...]) -> float:
@@ -23,13 +30,13 @@ def mean(values: tuple[float | None, ...]) -> float:
 @pytest.mark.parametrize("scale", [0.5, 1.0, 2.0])
 def test_finds_the_true_temperature(heads, scale: float) -> None:
     calibration = fit(heads.synthetic_head(6000, scale=scale), "drafter")
-    assert calibration.temperatures == pytest.approx([scale] * 3, rel=0.12)
+    assert temperatures(calibration) == pytest.approx([scale] * 3, rel=0.12)
 
 
 def test_helps_on_held_out_events(heads) -> None:
     calibration = fit(heads.synthetic_head(3000), "drafter")
     held_out = heads.synthetic_head(6000, seed=7)
-    before, after = (survival_ece(held_out, t) for t in ((1.0,) * 3, calibration.temperatures))
+    before, after = (survival_ece(held_out, m) for m in (identity(3), calibration.maps))
     assert all(b > 0.07 for b in before)
     assert all(a < 0.025 for a in after)
 
@@ -38,7 +45,7 @@ def test_does_no_harm_to_a_calibrated_head(heads) -> None:
     for seed in range(3):
         calibration = fit(heads.synthetic_head(150, scale=1.0, seed=seed), "drafter")
         held_out = heads.synthetic_head(4000, scale=1.0, seed=90)
-        assert mean(survival_ece(held_out, calibration.temperatures)) < 0.05
+        assert mean(survival_ece(held_out, calibration.maps)) < 0.05
 
 
 @pytest.mark.parametrize("rounds", [1, 4, 30, 300])
@@ -52,7 +59,7 @@ def test_never_worse_on_the_fit_split(heads, rounds: int) -> None:
 def test_one_slot(heads) -> None:
     events = heads.synthetic_head(3000, slots=1)
     calibration = fit(events, "drafter")
-    assert calibration.temperatures == pytest.approx([2.0], rel=0.15)
+    assert temperatures(calibration) == pytest.approx([2.0], rel=0.15)
     assert calibration.num_events == 3000
 
 
@@ -70,17 +77,17 @@ def test_all_or_none_accepted(heads, accepted: int) -> None:
     logits = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
     events = heads.plain_events(logits.tolist(), [accepted] * 50, [3] * 50)
     calibration = fit(events, "drafter")
-    assert all(0.1 <= t <= 10 and math.isfinite(t) for t in calibration.temperatures)
+    assert all(0.1 <= t <= 10 and math.isfinite(t) for t in temperatures(calibration))
     assert mean(calibration.ece_after) <= mean(calibration.ece_before)
     if accepted == 0:  # nobody reached the later slots: there is nothing to fit them to
-        assert calibration.temperatures[1:] == (1.0, 1.0)
+        assert temperatures(calibration)[1:] == (1.0, 1.0)
         assert calibration.slot_events == (50, 0, 0)
 
 
 def test_slot_without_events_is_no_data(heads) -> None:
     events = heads.plain_events([[1.0, 2.0, 3.0]] * 20, [1, 2] * 10, [2] * 20)
     calibration = fit(events, "drafter")
-    assert calibration.temperatures[2] == 1.0
+    assert temperatures(calibration)[2] == 1.0
     assert calibration.slot_events[2] == 0
     assert calibration.ece_before[2] is None
     assert calibration.ece_after[2] is None
@@ -89,7 +96,7 @@ def test_slot_without_events_is_no_data(heads) -> None:
 
 def test_constant_head_keeps_temperature_one(heads) -> None:
     events = heads.plain_events([[0.0, 0.0]] * 30, [0, 1, 2] * 10, [2] * 30)
-    assert fit(events, "drafter").temperatures == (1.0, 1.0)
+    assert temperatures(fit(events, "drafter")) == (1.0, 1.0)
 
 
 def test_json_round_trip(heads, tmp_path) -> None:
@@ -103,15 +110,12 @@ def test_json_round_trip(heads, tmp_path) -> None:
     [
         ({"format": "other"}, "format"),
         ({"unknown": 1}, "the keys"),
-        ({"temperatures": [1.0, -1.0, 1.0]}, "finite numbers > 0"),
-        ({"temperatures": [1.0, 0.0, 1.0]}, "finite numbers > 0"),
-        ({"temperatures": [1.0, float("inf"), 1.0]}, "finite numbers > 0"),
-        ({"temperatures": [1.0, float("nan"), 1.0]}, "finite numbers > 0"),
-        ({"temperatures": [1.0, True, 1.0]}, "finite numbers > 0"),
-        ({"temperatures": [1.0, "2", 1.0]}, "finite numbers > 0"),
-        ({"temperatures": []}, "one value per slot"),
-        ({"temperatures": 1.0}, "a list"),
-        ({"temperatures": [1.0, 1.0]}, "2 entries"),
+        ({"maps": [{"temperature": -1.0, "shift": 0.0, "knots": []}] * 3}, "finite temperatures > 0"),
+        ({"maps": [{"temperature": 1.0, "shift": 0.0}] * 3}, "keys"),
+        ({"maps": []}, "one per slot"),
+        ({"maps": 1.0}, "a list"),
+        ({"maps": [SlotMap().to_dict()] * 2}, "2 entries"),
+        ({"method": "other"}, "one of temperature, platt, isotonic"),
         ({"ece_after": [0.1, float("nan"), 0.1]}, "finite numbers or null"),
         ({"drafter_hash": None}, "a string"),
         ({"num_events": -1}, "whole number"),
@@ -139,34 +143,6 @@ def test_stale_and_missing_records_are_refused(heads, tmp_path) -> None:
         Calibration.load(path)
 
 
-def test_apply_refuses_another_number_of_slots() -> None:
-    with pytest.raises(DsparkError, match="2 values, one per slot"):
-        apply(torch.zeros(4, 2), (1.0, 1.0, 1.0))
-
-
-def test_apply_and_survival_by_hand() -> None:
-    logits = torch.tensor([[0.0, 2.0, 50.0]], dtype=torch.bfloat16)
-    c = apply(logits, (1.0, 2.0, 1.0))
-    assert c.dtype == torch.float32
-    assert c[0].tolist() == pytest.approx([0.5, 0.7310586, 1.0])
-    assert survival(logits, (1.0, 2.0, 1.0))[0].tolist() == pytest.approx([0.5, 0.3655293, 0.3655293])
-
-
-finite = st.floats(-1e4, 1e4, width=32)
-temperature = st.floats(0.05, 20.0)
-
-
-@given(st.lists(st.lists(finite, min_size=3, max_size=3), min_size=1, max_size=8), st.tuples(*[temperature] * 3))
-def test_probabilities_survival_and_order(rows: list[list[float]], temperatures: tuple[float, ...]) -> None:
-    logits = torch.tensor(rows)
-    c, a = apply(logits, temperatures), survival(logits, temperatures)
-    assert ((c >= 0) & (c <= 1)).all()
-    assert ((a >= 0) & (a <= 1)).all()
-    assert (a.diff(dim=1) <= 0).all()
-    for slot in range(3):  # equal where fp32 saturates, never the other way round
-        assert (c[logits[:, slot].argsort(), slot].diff() >= 0).all()
-
-
 @st.composite
 def some_events(draw: st.DrawFn) -> Events:
     rounds, slots = draw(st.integers(1, 12)), draw(st.integers(1, 3))
@@ -184,7 +160,7 @@ def some_events(draw: st.DrawFn) -> Events:
 @given(some_events())
 def test_any_events_fit_safely(events: Events) -> None:
     calibration = fit(events, "drafter")
-    assert all(0.1 - 1e-12 <= t <= 10 + 1e-12 for t in calibration.temperatures)
+    assert all(0.1 - 1e-12 <= t <= 10 + 1e-12 for t in temperatures(calibration))
     pairs = [(b, a) for b, a in zip(calibration.ece_before, calibration.ece_after, strict=True) if b is not None]
     assert sum(a for _, a in pairs) <= sum(b for b, _ in pairs)
     assert Calibration.from_dict(json.loads(json.dumps(calibration.to_dict(), allow_nan=False))) == calibration

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from dspark.contracts import DsparkError
-from dspark.drafter.confidence import ConfidenceHead
+from dspark.drafter.confidence import ConfidenceHead, law_features, log_odds
 from dspark.drafter.layers import sigmoid, tanh
 from dspark.drafter.model import Drafter
+from dspark.slot_maps import identity, of_temperatures
 
 VALUES = torch.cat([torch.linspace(-12, 12, 5003), torch.tensor([0.0, -0.0, 1e-8, -200.0, 200.0])])
 
@@ -64,16 +65,39 @@ def test_pair_formula_and_its_vanilla_start(drafter, config):
         assert torch.equal(*biases)
 
 
-def test_confidence_head_is_findable_and_has_a_temperature_per_slot():
+@pytest.mark.parametrize("columns", [2, 61, 4096])
+def test_log_odds_are_those_of_the_law(columns):
+    """Against fp64 softmax; rows with -inf off a few candidates, and a token that is nearly sure."""
+    logits = torch.randn(40, columns, generator=torch.Generator().manual_seed(columns)) * 4
+    logits[:9, 2:] = -torch.inf
+    logits[9, 0] = 90.0
+    ids = torch.arange(40) % columns
+    p = logits.double().softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
+    expected = (p.log() - (-p).log1p()).clamp(-16, 16)
+    found = log_odds(logits, ids)
+    torch.testing.assert_close(found[10:].double(), expected[10:], rtol=0, atol=2e-5)
+    torch.testing.assert_close(found[:9].double(), expected[:9], rtol=0, atol=2e-5)
+    assert found[9].abs() == 16
+    for row in (0, 9, 17):
+        assert torch.equal(log_odds(logits[row : row + 1], ids[row : row + 1]), found[row : row + 1])
+
+
+def test_law_features_tell_the_likeliest_and_the_drafted_token():
+    logits, columns = torch.tensor([[[0.0, 2.0, 1.0], [0.0, 2.0, 1.0]]]), torch.tensor([[1, -1]])
+    found = law_features(logits, columns)
+    odds = 2.0 - torch.tensor([0.0, 1.0]).logsumexp(0)
+    torch.testing.assert_close(found[0, 0], odds.expand(2))
+    torch.testing.assert_close(found[0, 1], torch.stack([odds, torch.tensor(-16.0)]))
+
+
+def test_confidence_head_is_findable_and_has_a_map_per_slot():
     head = ConfidenceHead(n_embed=8, markov_rank=3, num_steps=4).train()
     torch.nn.init.normal_(head.proj.weight, generator=torch.Generator().manual_seed(0))
     logits = head(torch.ones(2, 4, 8), torch.ones(2, 4, 3))
-    assert head.temperatures == (1.0,) * 4
-    torch.testing.assert_close(head.rates(logits), torch.sigmoid(logits))
-    head.set_temperatures([1.0, 2.0, 4.0, 8.0])
-    torch.testing.assert_close(head.rates(logits), torch.sigmoid(logits / torch.tensor([1.0, 2.0, 4.0, 8.0])))
-    torch.testing.assert_close(head.rates(logits[:, :2]), torch.sigmoid(logits[:, :2] / torch.tensor([1.0, 2.0])))
+    assert head.maps == identity(4)
+    assert logits.shape == (2, 4)
+    head.set_maps(of_temperatures([1.0, 2.0, 4.0, 8.0]))
+    assert [m.temperature for m in head.maps] == [1.0, 2.0, 4.0, 8.0]
     assert set(head.state_dict()) == {"proj.weight", "proj.bias"}
-    for bad in ([1.0], [1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, float("nan")]):
-        with pytest.raises(DsparkError, match="temperatures"):
-            head.set_temperatures(bad)
+    with pytest.raises(DsparkError, match="expected 4 maps"):
+        head.set_maps(identity(3))

@@ -18,13 +18,15 @@ from tests.drafter.checks import (
     propose,
 )
 
-HEADS = ("none", "vanilla", "gated", "rnn", "pair", "fusion")
+HEADS = ("none", "vanilla", "gated", "rnn", "pair", "fusion", "law")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def fields_of(head: str) -> dict:
     if head == "fusion":
         return {**fields_of("vanilla"), "input_fusion": True}
+    if head == "law":
+        return {**fields_of("gated"), "confidence_with_law": True}
     if head == "none":
         return {"confidence_head": True}
     return {"markov_head": head, "markov_rank": 6, "confidence_head": True, "confidence_with_markov": True}

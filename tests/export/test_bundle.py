@@ -18,6 +18,7 @@ from dspark.export.bundle import (
     save_bundle,
     write_calibration,
 )
+from dspark.slot_maps import of_temperatures
 
 
 @pytest.fixture
@@ -126,13 +127,13 @@ def test_target_and_gamma(saved, target):
 
 def test_calibration_belongs_to_its_weights(saved, drafter):
     before = load_bundle(saved).hash
-    write_calibration(saved, [1.5, 1.0, 2.0, 0.5], "d" * 64, ece=0.01)
+    write_calibration(saved, of_temperatures([1.5, 1.0, 2.0, 0.5]), "d" * 64, ece=0.01)
     bundle = load_bundle(saved)
     assert bundle.hash == before
-    assert bundle.drafter.confidence_head.temperatures == (1.5, 1.0, 2.0, 0.5)
+    assert bundle.drafter.confidence_head.maps == of_temperatures([1.5, 1.0, 2.0, 0.5])
     assert (bundle.calibration["data_hash"], bundle.calibration["ece"]) == ("d" * 64, 0.01)
-    with pytest.raises(DsparkError, match="4 positive numbers"):
-        write_calibration(saved, [1.0], "d" * 64)
+    with pytest.raises(DsparkError, match="4 maps"):
+        write_calibration(saved, of_temperatures([1.0]), "d" * 64)
     stale = (saved / "calibration.json").read_bytes()
     with torch.no_grad():
         drafter.norm.weight[0] += 1
@@ -179,8 +180,8 @@ def test_a_bundle_from_before_a_field_existed_is_the_same_bundle(tmp_path, draft
         load_bundle(tmp_path / "draft")
 
 
-def test_a_calibration_without_temperatures_is_named(saved):
+def test_a_calibration_without_maps_is_named(saved):
     identity = json.loads((saved / "manifest.json").read_text())["drafter_hash"]
     (saved / "calibration.json").write_text(json.dumps({"drafter_hash": identity}))
-    with pytest.raises(DsparkError, match="list of temperatures"):
+    with pytest.raises(DsparkError, match="a list of maps"):
         load_bundle(saved)

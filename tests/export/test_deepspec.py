@@ -93,6 +93,7 @@ def test_refusals(make_target, make_draft):
         "sliding_window 7": {"sliding_window": 7},
         "sample_from_anchor false": {"sample_from_anchor": False},
         "draft_vocab_size 12": {"draft_vocab_size": 12},
+        "confidence_with_law true": {"confidence_head": True, "confidence_with_law": True},
     }
     for text, fields in cases.items():
         found = refusals(make_draft(target, **fields).config)

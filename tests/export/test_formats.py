@@ -137,8 +137,8 @@ def test_notes(make_target, make_draft):
     target = make_target()
     plain = make_draft(target, target_layer_ids=(0, 1))
     assert notes("deepspec", Draft(plain)) == []
-    assert notes("bundle", Draft(plain, {"temperatures": [1.0]})) == []
-    assert "calibration temperatures: they are left out" in notes("speculators", Draft(plain, {"temperatures": []}))[0]
+    assert notes("bundle", Draft(plain, {"maps": [1.0]})) == []
+    assert "no place for a calibration" in notes("speculators", Draft(plain, {"maps": []}))[0]
     assert "was not checked" in notes("bundle", Draft(plain, unproved=True))[0]
     fields = {"markov_head": "rnn", "stop_gradient": True, "target_layer_ids": (1, 2)}
     found = notes("deepspec", Draft(make_draft(target, **fields)))

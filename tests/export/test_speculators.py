@@ -209,7 +209,7 @@ def test_refusals(make_target, make_draft):
     assert refusals(make_draft(target, **FIELDS).config) == []
     for fields in ({"input_fusion": True}, {"qk_norm": False}, {"sliding_window": 5},
                    {"layer_fusion": True}, {"convolution": True}, {"candidates": 5}, {"markov_head": "pair"},
-                   {"markov_head": "pair", "markov_rank": 0},
+                   {"markov_head": "pair", "markov_rank": 0}, {"confidence_head": True, "confidence_with_law": True},
                    {"markov_head": "rnn", "sample_from_anchor": False}):  # fmt: skip
         assert len(refusals(make_draft(target, **fields).config)) == 1
     assert refusals(make_draft(target, markov_head="rnn", markov_rank=0, sample_from_anchor=False).config) == []

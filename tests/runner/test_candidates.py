@@ -19,7 +19,7 @@ KEPT = 3
 CHOICES = {
     "candidates": {"candidates": KEPT},
     "options": {"candidates": KEPT, "convolution": True, "layer_fusion": True, "num_layers": 2, "markov_head": "pair"},
-    "reduced": {"candidates": KEPT, "draft_ids": [0, 2, 3, 4, 7, 8, 9, 11]},
+    "reduced": {"candidates": KEPT, "draft_ids": [0, 2, 3, 4, 7, 8, 9, 11], "confidence_with_law": True},
 }
 SHAPES = [{"temperature": 0.9}, {"temperature": 1.0, "top_k": 2}, {"temperature": 0.8, "top_p": 0.7, "min_p": 0.05}]
 

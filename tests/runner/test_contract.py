@@ -10,7 +10,6 @@ import torch
 
 from dspark.contracts import DsparkError, Request, SamplingParams
 from dspark.runner import Engine, EngineOptions
-from dspark.runner.draft import confidence_rate
 from tests.runner.conftest import counts, make_drafter, make_requests, make_target, outputs
 
 SHAPES = [
@@ -103,7 +102,7 @@ def test_recorded_confidences_are_what_the_model_says_of_the_finished_sequence(t
             out = drafter.teacher_forced(ids[anchors], anchors, drafted, context, begin, anchors)
         for r, logits in zip(rounds, out.confidence_logits.tolist(), strict=True):
             n = len(r.drafted)
-            wanted = tuple(map(confidence_rate, logits[:n], head.temperatures[:n]))
+            wanted = tuple(m.rate(z) for m, z in zip(head.maps[:n], logits[:n], strict=True))
             assert r.confidences == wanted
 
 

@@ -23,6 +23,9 @@ def main(path: str) -> None:
     frozen.load_target = lambda source, dtype: runs.tiny.make_target()
     wanted = json.loads(Path(path).read_text())
     for run in wanted["runs"]:
+        if "draft" in run:
+            runs.judge(Path(wanted["out"]), strategy=wanted["strategy"], **run)
+            continue
         trainer, module, log = runs.fit(Path(wanted["out"]), strategy=wanted["strategy"], **run)
         file = Path(wanted["out"]) / f"{run['name']}.rank{trainer.global_rank}.json"
         file.write_text(json.dumps(runs.outcome(trainer, module, log)))

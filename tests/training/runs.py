@@ -22,8 +22,10 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from dspark.files import tensor_hash
 from dspark.training.callbacks import DraftOnly, LastCheckpoint, SampleLog
 from dspark.training.checkpoint_io import AtomicCheckpointIO
-from dspark.training.data import TrajectoryDataModule
+from dspark.training.confidence_module import ConfidenceModule
+from dspark.training.data import RoundsDataModule, TrajectoryDataModule
 from dspark.training.drafter_module import DrafterModule
+from dspark.training.options import ReportOptions
 from dspark.training.sharding import whole
 
 SHAPE = {"input_fusion": True, "num_layers": 2, "draft_vocab_size": 25, "markov_head": "rnn", "fresh": 3.0}
@@ -77,6 +79,20 @@ def fit(
     assert isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO), "slices too are written through it"
     trainer.save_checkpoint(out / name / "end.ckpt")
     return trainer, made, log
+
+
+def judge(
+    out: Path, name: str, draft: str, test: str, predict: str = "", strategy: str = "one", **report: Any
+) -> ConfidenceModule:
+    """`lightning test` of the confidence head that `draft` holds; out/name/report, and the metrics in out/NAME.json."""
+    data = RoundsDataModule(test=[test], predict=[predict] if predict else [], token_budget=60)
+    module = ConfidenceModule("tiny", draft, target_dtype="float32", report=ReportOptions(replicates=50, **report))
+    trainer = tiny.make_trainer(out / name, 1, **strategy_of(strategy))
+    trainer.test(module, data, verbose=False)
+    told = {"metrics": module.streamed, "rounds": sum(len(part["accepted"]) for part in module.tested)}
+    rank = "" if strategy == "one" else f".rank{trainer.global_rank}"
+    (out / f"{name}{rank}.json").write_text(json.dumps(told))
+    return module
 
 
 def launch(strategy: str, out: Path, runs: list[dict[str, Any]], timeout: float = 240) -> subprocess.CompletedProcess:

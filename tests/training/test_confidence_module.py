@@ -15,6 +15,7 @@ from dspark.files import tensor_hash
 from dspark.training.callbacks import DraftOnly
 from dspark.training.checkpoint import load_drafter
 from dspark.training.confidence_module import ConfidenceModule
+from dspark.training.confidence_test import events_of
 from dspark.training.data import RoundsDataModule, TrajectoryDataModule
 from dspark.training.options import OptimizerOptions
 
@@ -60,11 +61,16 @@ def test_only_the_head_moves_and_the_loss_falls(
     assert not module.drafter.layers.training
 
 
-def test_logits_in_training_equal_the_runner_side_ones(target: Any, draft: Path, data_dir: Path) -> None:
+@pytest.mark.parametrize("with_law", [False, True])
+def test_logits_in_training_equal_the_runner_side_ones(
+    target: Any, draft: Path, data_dir: Path, with_law: bool
+) -> None:
     """The same rounds through Drafter.teacher_forced in eval mode: what the runner computes, to the last bit."""
-    module = make(draft)
+    module = make(draft, with_law=with_law)
     module.setup("fit")
     drafter = module.drafter
+    with torch.no_grad():
+        drafter.confidence_head.proj.weight.add_(0.1)
     for batch in rounds(data_dir).val_dataloader():
         module.eval()
         judged = module.judge(batch)
@@ -101,12 +107,60 @@ def test_predict_gives_calibration_what_it_reads(
         assert torch.equal(events.conditional_observed, record["observed"])
 
 
-def test_test_step_reports_per_slot_metrics(
+def test_validation_watches_both_laws_per_slot_and_domain(
     tiny: Any, target: Any, draft: Path, data_dir: Path, tmp_path: Path
 ) -> None:
-    (logged,) = tiny.make_trainer(tmp_path, 1).test(make(draft), rounds(data_dir), verbose=False)
-    for name in ("ece", "brier", "nll", "auroc", "predicted", "observed"):
-        assert f"test/{name}/slot_1" in logged
+    module = make(draft)
+    (printed,) = tiny.make_trainer(tmp_path, 1).validate(module, rounds(data_dir), verbose=False)
+    logged = module.streamed
+    assert printed == {name: pytest.approx(value, nan_ok=True) for name, value in logged.items() if name.count("/") < 3}
+    for law in ("survival", "conditional"):
+        for name in ("ece", "mass_ece", "brier", "nll", "auroc", "predicted", "observed"):
+            for part in ("", "/slot_1", "/slot_3", "/math", "/code"):
+                assert f"val/{law}/{name}{part}" in logged
+    events = events_of(part for part in tiny.make_trainer(tmp_path, 1).predict(make(draft), rounds(data_dir)) if part)
+    rates = events.confidence_logits.sigmoid()
+    for law, p, seen in (
+        ("conditional", rates, events.conditional_observed),
+        ("survival", rates.cumprod(1), events.cumulative_observed),
+    ):
+        for slot in range(3):
+            mine = seen[:, slot]
+            brier = (p[mine, slot] - events.labels[mine, slot]).square().mean().item()
+            assert logged[f"val/{law}/brier/slot_{slot + 1}"] == pytest.approx(brier, abs=1e-6)
+
+
+def test_a_head_that_reads_the_law_starts_from_it_and_learns(
+    tiny: Any, target: Any, draft: Path, data_dir: Path, tmp_path: Path
+) -> None:
+    """At first it says what the draft's law does: all drafts of these rounds but the wrong ones have its odds. After
+    training its checkpoint stands for itself."""
+    module, data = make(draft, with_law=True), rounds(data_dir)
+    module.setup("predict")
+    module.eval()
+    for batch in data.predict_dataloader():
+        judged = module.judge(batch, want_draft=True)
+        p = judged.draft_logits.double().softmax(-1)
+        column = module.drafter.to_columns(batch.drafted)
+        drafted = torch.where(column < 0, 0.0, p.gather(-1, column.clamp_min(0)[..., None]).squeeze(-1))
+        both = torch.stack([torch.logit(p.amax(-1)), torch.logit(drafted)]).clamp(-16, 16).mean(0)
+        torch.testing.assert_close(judged.logits.double(), both, rtol=0, atol=1e-4)
+    trainer = tiny.make_trainer(tmp_path, 10, limit_val_batches=0, callbacks=[DraftOnly()])
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "law.ckpt")
+    weight = module.drafter.confidence_head.proj.weight
+    assert bool((weight[0, -2:] != 0.5).all())
+    assert bool((weight[0, :-2] != 0).any())
+    again = make(tmp_path / "law.ckpt")
+    assert torch.equal(parts(tiny, tmp_path, again, data), parts(tiny, tmp_path, module, data))
+    with pytest.raises(DsparkError, match=r"with_law=true"):
+        tiny.make_trainer(tmp_path, 12).fit(make(draft), data, ckpt_path=str(tmp_path / "law.ckpt"), weights_only=True)
+
+
+def parts(tiny: Any, tmp_path: Path, module: ConfidenceModule, data: RoundsDataModule) -> torch.Tensor:
+    """Every confidence logit."""
+    found = tiny.make_trainer(tmp_path, 1).predict(module, data)
+    return torch.cat([part["confidence_logits"] for part in found if part is not None])
 
 
 def test_checkpoint_is_a_whole_draft_model(tiny: Any, target: Any, draft: Path, data_dir: Path, tmp_path: Path) -> None:

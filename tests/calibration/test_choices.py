@@ -1,0 +1,107 @@
+"""Thresholds, domain shift and drift, on heads whose truth is known."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from dspark.calibration.choices import domain_shift, threshold_sweep
+from dspark.calibration.drift import compare, conversation_sums
+from dspark.calibration.events import Events
+from dspark.calibration.fitting import fit
+from dspark.calibration.measures import bin_index, ece
+from dspark.calibration.record import survival
+from dspark.calibration.report import build_report, format_table, load_report
+from dspark.contracts import DsparkError
+from dspark.slot_maps import identity
+
+
+def test_sweep_by_hand(heads) -> None:
+    """Survivals 0.9 0.45; 0.5 0.25; the third round was cut short and does not count."""
+    z = torch.logit(torch.tensor([[0.9, 0.5], [0.5, 0.5], [0.9, 0.9]]))
+    events = heads.plain_events(z.tolist(), [1, 2, 1], [2, 2, 1])
+    rows = threshold_sweep(events, identity(2), [0.0, 0.4, 0.6, 0.95])
+    assert [r["verified"] for r in rows] == [2.0, 1.5, 0.5, 0.0]
+    assert [r["accepted"] for r in rows] == [1.5, 1.0, 0.5, 0.0]
+    assert [r["acceptance"] for r in rows] == [0.75, pytest.approx(2 / 3), 1.0, None]
+    assert [r["tokens"] for r in rows] == [2.5, 2.0, 1.5, 1.0]
+    assert threshold_sweep(heads.plain_events([[0.0, 0.0]], [0], [1]), identity(2)) == []
+
+
+def test_sweep_never_gains_by_verifying_less(heads) -> None:
+    rows = threshold_sweep(heads.synthetic_head(500), identity(3))
+    for key in ("verified", "tokens"):
+        assert all(a[key] >= b[key] for a, b in itertools.pairwise(rows))
+    assert rows[0]["verified"] == 3
+    assert rows[-1]["acceptance"] > rows[0]["acceptance"]
+
+
+def test_domain_shift_sees_a_domain_that_is_different(heads) -> None:
+    """In `code` the head's scale is another: what the others teach does not carry there, and does elsewhere."""
+
+    def mixed(seed: int) -> Events:
+        true = heads.synthetic_head(3000, scale=1.0, seed=seed)
+        scale = torch.tensor([5.0 if d == "code" else 1.0 for d in true.domain])[:, None]
+        return Events(scale * true.confidence_logits, true.accepted, true.verified, true.domain, true.conversation)
+
+    rows = domain_shift(mixed(0), mixed(1), "temperature", 50, 0)
+    found = {(r["domain"], r["estimator"]): r["ece"] for r in rows if (r["law"], r["slot"]) == ("cumulative", "mean")}
+    assert found["code", "others"] > 0.1
+    assert found["code", "none"] == pytest.approx(found["code", "others"], abs=0.03)
+    assert found["chat", "others"] > found["chat", "none"]  # misled by code
+    one = Events(torch.zeros(3, 2), [0] * 3, [2] * 3, ["code"] * 3, ["a", "b", "c"])
+    assert domain_shift(one, one, "temperature", 10, 0) == []
+
+
+def test_sums_give_the_measures(heads) -> None:
+    events = heads.synthetic_head(300)
+    kept = json.loads(json.dumps(conversation_sums(events, identity(3))))
+    row = compare({"num_slots": 3, "conversations": kept}, {"num_slots": 3, "conversations": kept}, 20)[1]
+    a, y = survival(events.confidence_logits.double(), identity(3))[:, 1], events.labels[:, 1]
+    assert row["events"] == [300, 300]
+    assert row["gap"] == pytest.approx([float((a - y).mean())] * 2)
+    assert row["ece"] == pytest.approx([ece(a, y, bin_index(a))] * 2)
+    assert (row["domain"], row["slot"]) == ("all", 2)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_drift_is_seen_when_there_is_some(heads, tmp_path, scale: float) -> None:
+    """The same head on new conversations: no move. A head that has become overconfident: a move, named per slot."""
+    before, now = heads.synthetic_head(3000, scale=1.0), heads.synthetic_head(3000, scale=scale, seed=8)
+    calibration = fit(before, "drafter")
+    old = build_report(before, calibration, tmp_path / "old", replicates=200)
+    older = load_report(tmp_path / "old" / "report.json").data
+    report = build_report(now, calibration, tmp_path / "new", against=older, replicates=200)
+    rows = report.data["drift"]["rows"]
+    assert report.data["drift"]["against"] == old.data["data_hash"]
+    assert {r["domain"] for r in rows} == {"all", "math", "code", "chat"}
+    mean = next(r for r in rows if (r["domain"], r["slot"]) == ("all", "mean"))
+    low, high = mean["ece_interval"]
+    assert low <= mean["ece_moved"] <= high
+    assert (low > 0) == (scale > 1)
+    table = format_table(report)
+    assert "Drift since the older report" in table
+    assert max(map(len, table.splitlines())) <= 80
+    assert "Drift since" in (tmp_path / "new" / "report.html").read_text()
+
+
+def test_one_conversation_has_no_interval(heads) -> None:
+    """Resampling one conversation gives it again: an interval of no width would call any difference a move."""
+    kept = conversation_sums(heads.synthetic_head(300, conversations=1).select(torch.arange(300) % 3 == 0), identity(3))
+    many = conversation_sums(heads.synthetic_head(300), identity(3))
+    for sides in ((kept, many), (many, kept)):
+        old, new = ({"num_slots": 3, "conversations": side} for side in sides)
+        for row in compare(old, new, 20):
+            assert row["gap_moved"] is not None
+            assert row["gap_interval"] is None
+            assert row["ece_interval"] is None
+
+
+def test_other_blocks_do_not_compare(heads) -> None:
+    sides = [{"num_slots": k, "conversations": conversation_sums(heads.synthetic_head(9, slots=k), identity(k))}
+             for k in (2, 3)]  # fmt: skip
+    with pytest.raises(DsparkError, match="3 slots, but got one of 2"):
+        compare(*sides)
