@@ -153,7 +153,7 @@ def test_a_head_that_reads_the_law_starts_from_it_and_learns(
     assert bool((weight[0, :-2] != 0).any())
     again = make(tmp_path / "law.ckpt")
     assert torch.equal(parts(tiny, tmp_path, again, data), parts(tiny, tmp_path, module, data))
-    with pytest.raises(DsparkError, match=r"with_law=true"):
+    with pytest.raises(DsparkError, match=r"confidence_with_law: saved True, given False\. Give .*with_law=true"):
         tiny.make_trainer(tmp_path, 12).fit(make(draft), data, ckpt_path=str(tmp_path / "law.ckpt"), weights_only=True)
 
 
