@@ -26,13 +26,15 @@ from dspark.calibration.record import METHODS, Calibration
 from dspark.calibration.scores import LAWS, position_prior, reliability, score_rows
 from dspark.calibration.text import percent, table_lines
 from dspark.contracts import DsparkError
-from dspark.files import atomic_write, read_json
+from dspark.files import atomic_write
+from dspark.sealed import read_sealed, sealed
 
 _SWEEP = (
     "A round verifies its drafts up to the first whose calibrated survival lies below the threshold; read off rounds "
     "that were verified whole."
 )
 FORMAT = "dspark-calibration-report/2"
+_AGAIN = "Make the report again: lightning test recipes/confidence.yaml, or dspark report."
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def build_report(
     data = _data(events_test, calibration, events_calibration, title, _plain(extra or {}), replicates, key)
     if against is not None:
         data["drift"] = {"against": against["data_hash"], "rows": _rounded(compare(against, data, replicates, key))}
+    data = sealed(data)
     drawn = _figures(data)
     pictures = [(heading, caption, figures.png(figure)) for _, heading, caption, figure in drawn]
     for (name, *_), (_, _, picture) in zip(drawn, pictures, strict=True):
@@ -88,16 +91,11 @@ def build_report(
 
 
 def load_report(directory: str | Path) -> Report:
-    """The report that build_report wrote, from its folder or its report.json. Raises DsparkError when it is absent or
-    another format."""
+    """The report that build_report wrote, from its folder or its report.json. Raises DsparkError when it is absent,
+    another format, or not as it was written."""
     path = Path(directory)
-    data = read_json(path if path.suffix == ".json" else path / "report.json", "calibration report")
-    found = data.get("format") if isinstance(data, dict) else None
-    if found != FORMAT:
-        raise DsparkError(
-            f"calibration report: expected format {FORMAT!r} in {directory}, but got {found!r}. Make it again."
-        )
-    return Report(data, path.parent if path.suffix == ".json" else path)
+    path = path if path.suffix == ".json" else path / "report.json"
+    return Report(read_sealed(path, "calibration report", ("format", FORMAT), _AGAIN), path.parent)
 
 
 def format_table(report: Report) -> str:

@@ -26,14 +26,13 @@ from dspark.contracts import DsparkError
 from dspark.corpus.prompts import Prompt, prompts_hash
 from dspark.drafter.identity import drafter_hash
 from dspark.drafter.model import Drafter
-from dspark.files import read_json, sha256_json
 from dspark.scorecard.measure import Conversation, Outcome, RunOptions
 from dspark.scorecard.rates import DEFINITIONS, figures
+from dspark.sealed import read_sealed, sealed
 from dspark.target.decoder import Target
 
 SCHEMA = "dspark-drafter-report/2"
 REPORT_NAME = "drafter_report.json"
-SEAL = "content"
 _AGAIN = "Test the draft model again: lightning test recipes/drafter.yaml."
 
 
@@ -73,12 +72,6 @@ def build_report(
     )
 
 
-def sealed(report: dict[str, Any]) -> dict[str, Any]:
-    """The report with the hash of its own content; one that it had already is left out and made anew."""
-    content = {key: value for key, value in report.items() if key != SEAL}
-    return {**content, SEAL: sha256_json(content)}
-
-
 def _entry(outcome: Outcome) -> dict[str, Any]:
     conversations = [_plain(c) for c in outcome.conversations]
     counts = {name: getattr(outcome, name) for name in ("tokens", "drafted", "accepted", "rejected", "differing")}
@@ -100,35 +93,10 @@ def _plain(conversation: Conversation) -> dict[str, Any]:
 
 def load_report(path: str | Path) -> dict[str, Any]:
     """A report from its file, or from the folder it lies in. Raises DsparkError when it is none, or not as it was
-    written. One from before reports had a hash is refused as well: nothing vouches for its counts, and a test takes
-    minutes."""
+    written."""
     path = Path(path)
     path = path / REPORT_NAME if path.is_dir() else path
-    report = read_json(path, "drafter report")
-    if not isinstance(report, dict) or report.get("schema") != SCHEMA:
-        found = report.get("schema") if isinstance(report, dict) else type(report).__name__
-        raise DsparkError(
-            f'{path}: expected a report of schema "{SCHEMA}", but got {found!r}. Make it with `lightning test '
-            "recipes/drafter.yaml`."
-        )
-    if SEAL not in report:
-        raise DsparkError(
-            f"{path}: expected a hash of the report's own content, but it has none: it was written before they were "
-            f"kept, or edited. {_AGAIN}"
-        )
-    if not _is_intact(report):
-        raise DsparkError(
-            f"{path}: expected a report as it was written, but its content is not what its hash says: it was edited or "
-            f"damaged. {_AGAIN}"
-        )
-    return report
-
-
-def _is_intact(report: dict[str, Any]) -> bool:
-    try:
-        return sealed(report) == report
-    except (ValueError, RecursionError):  # what no report holds: NaN, half a character, an abyss of brackets
-        return False
+    return read_sealed(path, "drafter report", ("schema", SCHEMA), _AGAIN)
 
 
 def refuse_difference(report: dict[str, Any]) -> None:

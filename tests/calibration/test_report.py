@@ -182,6 +182,21 @@ def test_wrong_inputs(heads, tmp_path) -> None:
         load_report(tmp_path)
 
 
+@pytest.mark.parametrize(("old", "new"), [('"num_slots": 3', '"num_slots": 2'), ('"slot": 1', '"slot": 9')])
+def test_a_report_that_was_changed_is_none(heads, tmp_path, old: str, new: str) -> None:
+    """Drift is told from it: a count that nobody measured must not become a verdict."""
+    events = heads.synthetic_head(40)
+    build_report(events, fit(events, "drafter"), tmp_path)
+    path = tmp_path / "report.json"
+    text = path.read_text()
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(DsparkError, match=r"edited or damaged.*Make the report again"):
+        load_report(tmp_path)
+    path.write_text(text[: len(text) // 2])
+    with pytest.raises(DsparkError, match="does not parse"):
+        load_report(path)
+
+
 def test_many_conversations_are_joined_into_clusters(heads, monkeypatch) -> None:
     """The bootstrap's cost is bounded by the number of clusters; rounds of a conversation stay together."""
     monkeypatch.setattr(scores.bootstrap, "MAX_CLUSTERS", 16)

@@ -7,7 +7,7 @@ import torch
 
 from dspark.drafter.model import Drafter
 from dspark.runner import Engine, EngineOptions
-from dspark.runner.draft import confidence_rate
+from dspark.slot_maps import SlotMap
 from dspark.target.decoder import Target
 from tests.runner.conftest import counts, make_drafter, make_requests, outputs
 
@@ -66,4 +66,4 @@ def test_recorded_confidences_are_what_the_model_says_of_the_finished_sequence(t
             context, begin = drafter.encode(features, torch.arange(len(ids))), torch.zeros_like(anchors)
             out = drafter.teacher_forced(ids[anchors], anchors, drafted, context, begin, anchors)
         for r, logits in zip(done.rounds, out.confidence_logits.tolist(), strict=True):
-            assert r.confidences == tuple(confidence_rate(z, 1.0) for z in logits[: len(r.drafted)])
+            assert r.confidences == tuple(SlotMap().rate(z) for z in logits[: len(r.drafted)])

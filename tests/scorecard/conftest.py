@@ -12,8 +12,9 @@ import pytest
 
 from dspark.scorecard.measure import Conversation, Outcome
 from dspark.scorecard.rates import DEFINITIONS
-from dspark.scorecard.report import SCHEMA, _entry, sealed
+from dspark.scorecard.report import SCHEMA, _entry
 from dspark.scorecard.setting import Setting
+from dspark.sealed import sealed
 
 
 @pytest.fixture(scope="session")

@@ -111,7 +111,7 @@ def test_the_verb(make_report: Callable[..., Any], tmp_path: Path, capsys: pytes
     assert "'x' twice" in capsys.readouterr().err
     (tmp_path / "a" / "drafter_report.json").write_text('{"schema": "other/1"}')
     assert cli.main(["compare", *named, "--out", str(out)]) == cli.USER_ERROR
-    assert "expected a report of schema" in capsys.readouterr().err
+    assert "expected a drafter report of schema" in capsys.readouterr().err
 
 
 def test_pairs_are_made_by_id(make_report: Callable[..., Any]) -> None:

@@ -171,7 +171,7 @@ def test_whatever_is_changed_in_a_report_is_one_error(make_report: Callable[...,
                 continue
             place[path[-1]] = bad
             file.write_text(json.dumps(report))
-            with pytest.raises(DsparkError, match=r"edited or damaged.*Test|expected a report of schema"):
+            with pytest.raises(DsparkError, match=r"edited or damaged.*Test|expected a drafter report of schema"):
                 load_report(tmp_path)
 
 
