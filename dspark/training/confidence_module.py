@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from dspark.calibration.events import Events
 from dspark.calibration.report import format_table
 from dspark.contracts import DsparkError
 from dspark.drafter.identity import drafter_hash
@@ -25,7 +26,7 @@ from dspark.training import losses
 from dspark.training.adopt import refuse_other_shape, saved_config, tell_adopted
 from dspark.training.batches import RoundBatch
 from dspark.training.checkpoint import drafter_in, load_drafter, reading_the_law, seal, served
-from dspark.training.confidence_test import CALIBRATION, confidence_report, gathered, older_report
+from dspark.training.confidence_test import CALIBRATION, confidence_report, gathered, older_report, splits
 from dspark.training.data import RoundsDataModule
 from dspark.training.frozen import Capture, FrozenTargetModule, capture, law_reader
 from dspark.training.labels import acceptance, laws_at, observed_events
@@ -273,12 +274,12 @@ class ConfidenceModule(FrozenTargetModule):
         found = (self.predict_step(batch, i) for i, batch in enumerate(self._data().predict_dataloader()))
         calibration = [part for part in found if part is not None]
         world = self.trainer.world_size
-        tested, calibration = gathered(self.tested, world), gathered(calibration, world)
+        tested, fitted_on = splits(gathered(self.tested, world), gathered(calibration, world))
         if self.trainer.is_global_zero:
-            self._report(tested, calibration)
+            self._report(tested, fitted_on)
         self.trainer.strategy.barrier()
 
-    def _report(self, tested: list[dict[str, Any]], calibration: list[dict[str, Any]]) -> None:
+    def _report(self, tested: Events, fitted_on: Events) -> None:
         folder = Path(self.report.out or Path(self.trainer.default_root_dir) / "report")
         paths = self._data().paths
         facts = {"checkpoint": str(self.trainer.ckpt_path or self.source), "target": self.target_source,
@@ -286,7 +287,7 @@ class ConfidenceModule(FrozenTargetModule):
         logs = next((logger.log_dir for logger in self.trainer.loggers if isinstance(logger, TensorBoardLogger)), None)
         board = None if logs is None else Path(logs) / "report"
         identity = drafter_hash(self.drafter)
-        report = confidence_report(tested, calibration, self.report, identity, folder, self._older, facts, board)
+        report = confidence_report(tested, fitted_on, self.report, identity, folder, self._older, facts, board)
         print(f"{format_table(report)}\n\nwritten to {folder}/report.html, {CALIBRATION}")
 
     def predict_step(self, batch: RoundBatch, batch_idx: int) -> dict[str, Any] | None:

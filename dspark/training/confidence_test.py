@@ -60,15 +60,21 @@ def older_report(options: ReportOptions, slots: int) -> dict[str, Any] | None:
     return older
 
 
-def confidence_report(
-    test: Sequence[dict[str, Any]], calibration: Sequence[dict[str, Any]], options: ReportOptions, drafter_hash: str,
-    folder: Path, older: dict[str, Any] | None, extra: dict[str, Any], board: Path | None,
-) -> Report:  # fmt: skip
-    """Fits, writes calibration.json and the report into the folder. Raises DsparkError when a split has no rounds."""
-    fitted_on, tested = events_of(calibration), events_of(test)
+def splits(test: Sequence[dict[str, Any]], calibration: Sequence[dict[str, Any]]) -> tuple[Events, Events]:
+    """(events to report on, events to calibrate on). Raises DsparkError when one has no rounds: on every rank, so that
+    none waits for another."""
+    tested, fitted_on = events_of(test), events_of(calibration)
     if fitted_on is None or tested is None:
         missing = "data.predict, to calibrate on" if fitted_on is None else "data.test, to report on"
         raise DsparkError(f"test: expected rounds with drafts in {missing}, but got none. Roll out with a draft model.")
+    return tested, fitted_on
+
+
+def confidence_report(
+    tested: Events, fitted_on: Events, options: ReportOptions, drafter_hash: str, folder: Path,
+    older: dict[str, Any] | None, extra: dict[str, Any], board: Path | None,
+) -> Report:  # fmt: skip
+    """Fits, writes calibration.json and the report into the folder."""
     fitted = fit(fitted_on, drafter_hash, options.method)
     fitted.save(folder / CALIBRATION)
     return build_report(
