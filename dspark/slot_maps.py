@@ -9,6 +9,7 @@ depend on the request's place in the batch. ``rates`` is for everything that is 
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ from torch import Tensor
 
 from dspark.contracts import DsparkError
 
+CALIBRATION_FORMAT = "dspark-calibration/2"  # of a sealed file that holds maps and whose they are
 _HINT = "Calibrate this draft model again."
+_LARGEST = sys.float_info.max
+_MOST = 1e30  # temperatures beyond it turn logits into infinities
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +39,10 @@ class SlotMap:
     knots: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        _expect(_is_number(self.temperature) and self.temperature > 0, "finite temperatures > 0", self.temperature)
-        _expect(_is_number(self.shift), "finite shifts", self.shift)
-        _expect(all(len(k) == 2 and all(map(_is_number, k)) for k in self.knots), "pairs of numbers", self.knots)
+        plausible = is_number(self.temperature) and 1 / _MOST <= self.temperature <= _MOST
+        _expect(plausible, f"temperatures from {1 / _MOST:g} to {_MOST:g}", self.temperature)
+        _expect(is_number(self.shift), "finite shifts", self.shift)
+        _expect(all(len(k) == 2 and all(map(is_number, k)) for k in self.knots), "pairs of numbers", self.knots)
         object.__setattr__(self, "knots", tuple((float(z), float(p)) for z, p in self.knots))
         steps = list(zip(self.knots, self.knots[1:], strict=False))
         ascending = all(a[0] < b[0] and a[1] <= b[1] for a, b in steps)
@@ -122,8 +127,11 @@ def _between(logits: Tensor, knots: Tensor) -> Tensor:
     return p0 + (p1 - p0) * ((logits - z0) / (z1 - z0)).clamp(0, 1)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    """A number that a float can hold: no bool, no NaN, no infinity."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= _LARGEST  # also of a whole number that no float can hold
 
 
 def _expect(ok: bool, wanted: str, got: Any) -> None:

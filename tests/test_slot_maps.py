@@ -73,11 +73,13 @@ def test_extreme_logits(z: float) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": 0.0}, "temperatures > 0"),
-        ({"temperature": float("inf")}, "temperatures > 0"),
-        ({"temperature": True}, "temperatures > 0"),
+        ({"temperature": 0.0}, "temperatures from"),
+        ({"temperature": float("inf")}, "temperatures from"),
+        ({"temperature": True}, "temperatures from"),
         ({"shift": float("nan")}, "finite shifts"),
         ({"shift": "1"}, "finite shifts"),
+        ({"shift": 10**400}, "finite shifts"),
+        ({"temperature": 1e-300}, "temperatures from"),
         ({"knots": ((0.0, 0.5), (0.0, 0.6))}, "ascending"),
         ({"knots": ((0.0, 0.5), (1.0, 0.4))}, "ascending"),
         ({"knots": ((0.0, 1.5),)}, "in \\[0, 1\\]"),

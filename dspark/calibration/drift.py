@@ -1,8 +1,13 @@
 """Has calibration moved since an older report: after a policy update, at another temperature, on another domain?
 
 A report keeps what this needs: per conversation, slot and bin of the calibrated survival the number of rounds, the sum
-of predictions and the sum of labels. Both sides resample whole conversations, each for itself: rollouts after an update
-are other rollouts, even of the same prompts. So an interval that leaves out 0 is a move that resampling cannot explain.
+of predictions and the sum of labels. Whole conversations are what both sides consist of.
+- gap, predicted minus observed: an interval of its move, both sides resampled each for itself (rollouts after an update
+  are other rollouts, even of the same prompts). One that leaves out 0 is a move that resampling cannot explain.
+- ECE: it is too high by its noise, and more so on fewer rounds, so a bootstrap interval of a difference misses. Instead
+  the conversations of both are shuffled and dealt out anew, as many rounds to either side as it had: `ece_chance` holds
+  95 % of the moves of a head that did not move, whatever the two sizes.
+The gap sees a mean that is off; ECE also what is too sure at both ends.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,22 +42,24 @@ def conversation_sums(events: Events, maps: Sequence[SlotMap]) -> dict[str, Any]
     return {"domains": [names[i] for i in range(count)], "cells": cells}
 
 
-def compare(old: dict[str, Any], new: dict[str, Any], replicates: int = bootstrap.REPLICATES, key: int = 0) -> Any:
+def compare(
+    old: dict[str, Any], new: dict[str, Any], slots: int, replicates: int = bootstrap.REPLICATES, key: int = 0
+) -> list[dict[str, Any]]:
     """Rows {domain, slot, events: [old, new], gap: [old, new], gap_moved, gap_interval, ece: [old, new], ece_moved,
-    ece_interval} of two reports' data; slot 1 ... K and "mean". gap: predicted minus observed survival.
+    ece_chance, moved} of what conversation_sums gave for two sides; slot 1 ... K and "mean".
 
-    Domains that both have, and `all`. Raises DsparkError when the numbers of slots differ.
+    moved: gap or ECE has, beyond chance. Domains that both sides have, and `all`.
     """
-    slots = new["num_slots"]
-    refuse_other_slots(old, slots)
-    sides = [_Side(side["conversations"], slots) for side in (old, new)]
+    sides = [_Side(side, slots) for side in (old, new)]
     common = sorted(set(sides[0].domains) & set(sides[1].domains))
     rows = []
     for domain in [ALL, *(common if len(common) > 1 else [])]:
-        points, samples = zip(
-            *(side.measured(domain, replicates, key + i) for i, side in enumerate(sides)), strict=True
-        )
-        rows += [_row(domain, at, points, samples, slots) for at in range(slots + 1)]
+        sums = [side.of(domain) for side in sides]
+        points = [_measures(s, torch.ones(1, s.shape[1], dtype=torch.float64))[:, 0] for s in sums]
+        enough = min(s.shape[1] for s in sums) > 1  # else nothing to resample: no interval, rather than one of no width
+        gaps = _resampled(sums, replicates, key)[:, 1] if enough else None
+        chance = _dealt(sums, replicates, key + 2)[:, 2] if enough else None
+        rows += [_row(domain, at, points, gaps, chance, slots) for at in range(slots + 1)]
     return rows
 
 
@@ -74,43 +82,61 @@ class _Side:
         cluster, slot, at = cells[:, :3].long().unbind(1)
         self.sums[:, cluster, slot, at] = cells[:, 3:].T
 
-    def measured(self, domain: str, replicates: int, key: int) -> tuple[Tensor, Tensor]:
-        """Rows events, gap, ece over [K+1] (the last: mean over slots): the point [3, K+1], replicates [3, R, K+1]."""
-        mine = torch.tensor([domain in (ALL, name) for name in self.domains])
-        sums = self.sums[:, mine]
-        whole = torch.ones(1, sums.shape[1], dtype=torch.float64)
-        if sums.shape[1] < 2:  # nothing to resample: no interval, rather than one of no width
-            point = _measures(sums, whole)[:, 0]
-            return point, torch.full((3, replicates, point.shape[1]), torch.nan, dtype=torch.float64)
-        weights = bootstrap.resample_weights(sums.shape[1], replicates, key)
-        return _measures(sums, whole)[:, 0], _measures(sums, weights)
+    def of(self, domain: str) -> Tensor:
+        return self.sums[:, torch.tensor([domain in (ALL, name) for name in self.domains])]
+
+
+def _resampled(sums: Sequence[Tensor], replicates: int, key: int) -> Tensor:
+    """New less old, each side's conversations drawn with replacement: moves [R, 3, K + 1] of events, gap, ECE."""
+    weights = [bootstrap.resample_weights(s.shape[1], replicates, key + i) for i, s in enumerate(sums)]
+    old, new = (_measures(s, w) for s, w in zip(sums, weights, strict=True))
+    return (new - old).transpose(0, 1)
+
+
+def _dealt(sums: Sequence[Tensor], replicates: int, key: int) -> Tensor:
+    """New less old when chance decides which conversation is on which side: moves [R, 3, K + 1]. The old side is dealt
+    to until it has as many rounds as it had: conversations may be longer on one side than on the other."""
+    both = torch.cat(list(sums), dim=1)
+    rounds = both[0, :, 0].sum(-1)  # the first slot is verified in every round that has drafts
+    size = float(sums[0][0, :, 0].sum())
+    generator = np.random.Generator(np.random.Philox(key))
+    order = torch.from_numpy(generator.permuted(np.tile(np.arange(len(rounds)), (replicates, 1)), axis=1))
+    dealt = rounds[order].cumsum(1)
+    is_old = torch.zeros_like(dealt).scatter(1, order, (dealt - rounds[order] / 2 < size).double())
+    return (_measures(both, 1.0 - is_old) - _measures(both, is_old)).transpose(0, 1)
 
 
 def _measures(sums: Tensor, weights: Tensor) -> Tensor:
-    """sums [3, C, K, bins], weights [R, C] -> events, gap, ece [3, R, K + 1]."""
+    """sums [3, C, K, bins], weights [R, C] -> events, gap, ece [3, R, K + 1], the mean over slots last."""
     drawn = torch.einsum("rc,sckb->srkb", weights, sums)
     count, predicted, observed = drawn.sum(-1)
     by_slot = torch.stack([count, (predicted - observed) / count, ece_from_sums(*drawn)])
     return torch.cat([by_slot, by_slot.nanmean(-1, keepdim=True)], dim=-1)
 
 
-def _row(domain: str, at: int, points: Sequence[Tensor], samples: Sequence[Tensor], slots: int) -> dict[str, Any]:
+def _row(
+    domain: str, at: int, points: Sequence[Tensor], gaps: Tensor | None, chance: Tensor | None, slots: int
+) -> dict[str, Any]:
     row: dict[str, Any] = {"domain": domain, "slot": "mean" if at == slots else at + 1}
     row["events"] = [int(p[0, at]) for p in points]
     for i, name in ((1, "gap"), (2, "ece")):
-        old, new = (float(p[i, at]) for p in points)
-        known = old == old and new == new
-        moved = new - old if known else None
-        row[name] = [value if value == value else None for value in (old, new)]
-        row[f"{name}_moved"] = moved
-        row[f"{name}_interval"] = _interval(moved, samples[1][i, :, at] - samples[0][i, :, at])
+        row[name] = [None if torch.isnan(p[i, at]) else float(p[i, at]) for p in points]
+        old, new = row[name]
+        row[f"{name}_moved"] = None if old is None or new is None else new - old
+    known = row["gap_moved"] is not None
+    row["gap_interval"] = _span(gaps[:, at]) if known and gaps is not None else None
+    row["ece_chance"] = _span(chance[:, at]) if known and chance is not None else None
+    row["moved"] = _outside(0.0, row["gap_interval"]) or _outside(row["ece_moved"], row["ece_chance"])
     return row
 
 
-def _interval(moved: float | None, replicates: Tensor) -> list[float] | None:
-    """Mirrored at the point: resampling inflates both sides' ECE, by different amounts if their sizes differ."""
-    valid = replicates[~replicates.isnan()]
-    if moved is None or len(valid) * 2 < len(replicates):
+def _span(values: Tensor) -> list[float] | None:
+    """What holds 95 % of the replicates; None when half of them have no data."""
+    valid = values[~values.isnan()]
+    if len(valid) * 2 < len(values):
         return None
-    low, high = torch.quantile(valid, torch.tensor([0.025, 0.975], dtype=valid.dtype)).tolist()
-    return [2 * moved - high, 2 * moved - low]
+    return torch.quantile(valid, torch.tensor([0.025, 0.975], dtype=valid.dtype)).tolist()
+
+
+def _outside(value: float, span: list[float] | None) -> bool:
+    return span is not None and not span[0] <= value <= span[1]

@@ -6,24 +6,23 @@ Shapes: M rounds, K slots. Two kinds of labels follow from the number of accepte
 - cumulative, the prefix of k + 1 drafts survived: observed iff k < verified, label 1 iff k < accepted.
 
 Left out on purpose: soft (analytic) labels, which are a training matter. Rounds whose verification length was chosen
-from the confidences are censored and do not belong here (`events_from_rounds` drops them).
+from the confidences are censored and do not belong here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dspark.contracts import DsparkError, Round
+from dspark.contracts import DsparkError
 from dspark.files import sha256_json, tensor_hash
 
 ALL = "all"  # the name under which every domain's rounds stand together
 _HINT = "Collect rollouts with a draft model that has a confidence head, verifying every drafted token."
-_LOWEST, _HIGHEST = 1e-7, 1.0 - 2.0**-24  # fp32 confidences are held inside (0, 1) so that their logits are finite
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -125,31 +124,6 @@ class Events:
         if self.draft_max_prob is not None:
             inside = ((self.draft_max_prob >= 0) & (self.draft_max_prob <= 1)).all().item()
             _expect(inside, "draft_max_prob", "probabilities in [0, 1]", "a value outside")
-
-
-def events_from_rounds(
-    records: Iterable[tuple[Round, str, str]], applied_temperatures: Sequence[float] | None = None
-) -> Events:
-    """Events out of (round, domain, conversation) records; truncated and empty rounds are dropped.
-
-    A round shorter than the longest one is padded; its missing slots count as not verified. `applied_temperatures`
-    [K]: the calibration the runner had loaded, undone here, since a fit wants the head's own logits.
-    Raises DsparkError when no untruncated round with confidences is left.
-    """
-    kept = [(r, d, c) for r, d, c in records if r.drafted and r.verified == len(r.drafted)]
-    for r, _, _ in kept:
-        _expect(len(r.confidences) == len(r.drafted), "round", "one confidence per drafted token", len(r.confidences))
-    num_slots = max((len(r.drafted) for r, _, _ in kept), default=0)
-    confidences = torch.full((len(kept), num_slots), 0.5, dtype=torch.float64)
-    for row, (r, _, _) in enumerate(kept):
-        confidences[row, : len(r.confidences)] = torch.tensor(r.confidences, dtype=torch.float64)
-    logits = torch.logit(confidences.clamp(_LOWEST, _HIGHEST))
-    if applied_temperatures is not None:
-        enough = len(applied_temperatures) >= num_slots
-        _expect(enough, "applied_temperatures", f"at least {num_slots} values", len(applied_temperatures))
-        logits = logits * torch.tensor(applied_temperatures[:num_slots], dtype=torch.float64)
-    counts = torch.tensor([[r.accepted, r.verified] for r, _, _ in kept], dtype=torch.int64).reshape(-1, 2)
-    return Events(logits, counts[:, 0], counts[:, 1], [d for _, d, _ in kept], [c for _, _, c in kept])
 
 
 def _slots(events: Events) -> Tensor:

@@ -28,10 +28,11 @@ _COLOURS = {  # Okabe-Ito: told apart by readers who see few colours
     "head": "#D55E00",
     "head_calibrated": "#0072B2",
     "draft_max_probability": "#009E73",
+    "draft_max_probability_calibrated": "#CC79A7",
     "position_prior": "#8C8C8C",
 }
 _DRAWN = tuple(_COLOURS)  # the other methods of calibration stand in the tables
-_MARKERS = {"head": "o", "head_calibrated": "D", "draft_max_probability": "^", "position_prior": "s"}
+_MARKERS = dict(zip(_DRAWN, "oD^vs", strict=True))
 _QUANTITY = {"cumulative": "survival of the prefix", "conditional": "acceptance, given all before"}
 
 

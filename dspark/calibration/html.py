@@ -30,10 +30,12 @@ thead th { border-bottom: 2px solid #888; } tr.first td { border-top: 1px solid 
 tr.after td { font-weight: 600; } .interval, .none { color: #707070; font-weight: 400; }
 .provenance td { text-align: left; white-space: normal; overflow-wrap: anywhere; vertical-align: top; }
 """
-_COLUMNS = ("ECE %", "noise %", "Brier", "NLL", "AUROC", "predicted", "observed", "events")
+_COLUMNS = ("ECE %", "noise %", "mass ECE %", "Brier", "NLL", "AUROC", "predicted", "observed", "events")
 _CAPTION = (
-    "Brackets: 95 % bootstrap intervals over conversations. ECE: 15 equal-width bins; noise: the ECE that a perfect "
-    "calibration would show on this many events, so a value near it cannot be improved on. NLL in nats."
+    "Brackets: 95 % bootstrap intervals over conversations. ECE: 15 equal-width bins; mass ECE: 15 bins of equally "
+    "many events; noise: the ECE that a perfect calibration would show on this many events. An ECE is too high by "
+    "about its noise, and its interval mends a part of that only: one near the noise cannot be improved on. NLL in "
+    "nats."
 )
 
 
@@ -95,7 +97,8 @@ def _score_table(data: dict[str, Any], law: str, keys: Sequence[tuple[str, Any]]
 
 def _row_cells(row: dict[str, Any]) -> str:
     spans = row["interval"]
-    values = [_value(row["ece"], spans["ece"], 100, 1), _value(row["ece_noise"], None, 100, 1)]
+    values = [_value(row["ece"], spans["ece"], 100, 1)]
+    values += [_value(row[name], None, 100, 1) for name in ("ece_noise", "ece_equal_mass")]
     values += [_value(row[m], spans[m], 1, 3) for m in ("brier", "nll", "auroc", "mean_predicted", "mean_observed")]
     return "".join(f"<td>{v}</td>" for v in [*values, f"{row['events']:,}"])
 
@@ -145,16 +148,25 @@ def _drift(data: dict[str, Any]) -> list[str]:
     """What has moved since the older report."""
     if "drift" not in data:
         return []
-    names = ("domain", "slot", "gap before", "gap now", "moved", "ECE % before", "ECE % now", "moved")
+    names = ("domain", "slot", "gap before", "gap now", "moved [interval]", "ECE % before", "ECE % now",
+             "moved [chance]", "")  # fmt: skip
     lines = [f"<thead><tr>{''.join(f'<th>{n}</th>' for n in names)}</tr></thead>"]
     for row in data["drift"]["rows"]:
         cells = [escape(row["domain"]), str(row["slot"])]
-        for name, scale, digits in (("gap", 1, 3), ("ece", 100, 1)):
+        for name, span, scale, digits in (("gap", "gap_interval", 1, 3), ("ece", "ece_chance", 100, 1)):
             cells += [_value(v, None, scale, digits) for v in row[name]]
-            cells.append(_value(row[f"{name}_moved"], row[f"{name}_interval"], scale, digits))
+            cells.append(_value(row[f"{name}_moved"], row[span], scale, digits))
+        cells.append("moved" if row["moved"] else "")
         lines.append("<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>")
+    which = (
+        "The older calibration on the rounds of now."
+        if data["drift"]["same_draft_model"]
+        else ("Another draft model than then: each report's own calibration.")
+    )
     caption = (
-        "Gap: predicted minus observed survival. An interval without 0 is a move that resampling does not explain."
+        f"{which} Gap: predicted minus observed survival, with the bootstrap interval of its move. ECE: chance holds "
+        "95 % of the moves when the conversations of both are dealt out anew. Moved: the one leaves out 0, or the "
+        "ECE's move lies outside of the other."
     )
     table = f"<div class='scroll'><table>{''.join(lines)}</table></div>"
     return ["<h2>Drift since the older report</h2>", table, f'<p class="small">{caption}</p>']

@@ -45,8 +45,10 @@ class _SlotMetric(Metric):
         self.add_state("sums", torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, probabilities: Tensor, labels: Tensor, observed: Tensor, domain: Tensor | None = None) -> None:
-        """Adds M rounds. Probabilities must lie in [0, 1] where observed; elsewhere they are not read. domain: of each
-        round, for a metric made with num_domains. Raises DsparkError on a domain that it has no place for."""
+        """Adds M rounds. Probabilities and labels must lie in [0, 1] where observed; elsewhere they are not read.
+        domain: of each round, for a metric made with num_domains. Raises DsparkError on other shapes and values, and
+        on a domain that it has no place for."""
+        self._check(probabilities, labels, observed)
         if (domain is not None) != (self.num_domains > 0):
             given = "no domain" if domain is None else "a domain per round"
             raise DsparkError(f"metric: expected domains as it was made for them, but got {given}. Set num_domains.")
@@ -55,6 +57,19 @@ class _SlotMetric(Metric):
             raise DsparkError(f"metric: expected domains below {self.num_domains}, but got {int(where.max())}.")
         for chunk in zip(*(t.split(_ROUNDS) for t in (probabilities, labels, observed, where)), strict=True):
             self._add(*chunk)
+
+    def _check(self, probabilities: Tensor, labels: Tensor, observed: Tensor) -> None:
+        wanted, got = (len(labels), self.sums.shape[2]), [tuple(t.shape) for t in (probabilities, labels, observed)]
+        if any(shape != wanted for shape in got):
+            raise DsparkError(f"metric: expected probabilities, labels and observed [rounds, {wanted[1]}], got {got}.")
+        if observed.dtype != torch.bool:
+            raise DsparkError(f"metric: expected observed to be bool, but got {observed.dtype}.")
+        for name, values in (("probabilities", probabilities), ("labels", labels)):
+            outside = observed & ~((values >= 0) & (values <= 1))
+            if bool(outside.any()):
+                raise DsparkError(
+                    f"metric: expected {name} in [0, 1], but got {float(values[outside][0])}. Logits want a sigmoid."
+                )
 
     def _add(self, probabilities: Tensor, labels: Tensor, observed: Tensor, domain: Tensor) -> None:
         _, domains, slots, groups = self.sums.shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,10 +14,10 @@ from dspark import probability
 from dspark.calibration.events import Events
 from dspark.calibration.measures import DEFAULT_BINS, bin_index, ece
 from dspark.contracts import DsparkError
-from dspark.files import atomic_write, read_json
-from dspark.slot_maps import SlotMap, rates, read_maps
+from dspark.files import atomic_write
+from dspark.sealed import SEAL, read_sealed, sealed
+from dspark.slot_maps import CALIBRATION_FORMAT, SlotMap, is_number, rates, read_maps
 
-FORMAT = "dspark-calibration/2"
 METHODS = ("temperature", "platt", "isotonic")
 
 
@@ -51,7 +50,7 @@ class Calibration:
         for name in ("ece_before", "ece_after"):
             value = getattr(self, name)
             _expect(len(value) == self.num_slots, name, f"{self.num_slots} entries, one per slot", len(value))
-            _expect(all(v is None or _is_number(v) for v in value), name, "finite numbers or null", value)
+            _expect(all(v is None or is_number(v) for v in value), name, "finite numbers or null", value)
         for name in ("drafter_hash", "data_hash"):
             _expect(isinstance(getattr(self, name), str), name, "a string", getattr(self, name))
         _expect(_is_count(self.num_events), "num_events", "a whole number >= 0", self.num_events)
@@ -72,25 +71,27 @@ class Calibration:
         """Plain JSON values, the format's name included."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-        return {"format": FORMAT, **plain, "maps": [m.to_dict() for m in self.maps]}
+        return {"format": CALIBRATION_FORMAT, **plain, "maps": [m.to_dict() for m in self.maps]}
 
     @classmethod
     def from_dict(cls, values: Any) -> Calibration:
         """The record that to_dict wrote. Raises DsparkError on another format, a missing or an unknown key."""
         _expect(isinstance(values, dict), "the record", "a JSON object", type(values).__name__)
-        _expect(values.get("format") == FORMAT, "format", repr(FORMAT), values.get("format"))
-        keys, given = {f.name for f in fields(cls)}, set(values) - {"format"}
+        found = values.get("format")
+        _expect(found == CALIBRATION_FORMAT, "format", repr(CALIBRATION_FORMAT), found)
+        keys, given = {f.name for f in fields(cls)}, set(values) - {"format", SEAL}
         _expect(given == keys, "the keys", f"{sorted(keys)}", sorted(given))
         return cls(**{key: values[key] for key in keys} | {"maps": read_maps(values["maps"])})
 
     def save(self, path: str | Path) -> None:
-        """Writes the record as JSON, whole or not at all. Raises DsparkError when the place cannot be written."""
-        atomic_write(path, json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+        """Writes the record as sealed JSON, whole or not. Raises DsparkError when the place cannot be written."""
+        atomic_write(path, json.dumps(sealed(self.to_dict()), indent=2, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path, drafter_hash: str | None = None, num_slots: int | None = None) -> Calibration:
         """Reads a record and checks it against the draft model in use. Raises DsparkError when stale or broken."""
-        return cls.from_dict(read_json(path, "calibration")).check(drafter_hash, num_slots)
+        found = read_sealed(path, "calibration", ("format", CALIBRATION_FORMAT), "Run dspark calibrate again.")
+        return cls.from_dict(found).check(drafter_hash, num_slots)
 
 
 def survival(logits: Tensor, maps: Sequence[SlotMap]) -> Tensor:
@@ -106,10 +107,6 @@ def survival_ece(events: Events, maps: Sequence[SlotMap], num_bins: int = DEFAUL
         p = probabilities[seen, slot]
         result.append(ece(p, events.labels[seen, slot], bin_index(p, num_bins)))
     return tuple(result)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_count(value: Any) -> bool:

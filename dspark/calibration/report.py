@@ -17,13 +17,12 @@ from matplotlib.figure import Figure
 from dspark.calibration import bootstrap, figures
 from dspark.calibration.board import write_board
 from dspark.calibration.choices import domain_shift, threshold_sweep
-from dspark.calibration.drift import compare, conversation_sums
+from dspark.calibration.drift import compare, conversation_sums, refuse_other_slots
 from dspark.calibration.events import ALL, Events
-from dspark.calibration.fitting import fit
 from dspark.calibration.html import render
 from dspark.calibration.measures import DEFAULT_BINS
-from dspark.calibration.record import METHODS, Calibration
-from dspark.calibration.scores import LAWS, position_prior, reliability, score_rows
+from dspark.calibration.record import Calibration
+from dspark.calibration.scores import LAWS, Learned, reliability, score_rows
 from dspark.calibration.text import percent, table_lines
 from dspark.contracts import DsparkError
 from dspark.files import atomic_write
@@ -71,12 +70,13 @@ def build_report(
     events_calibration: the split the calibration was fitted on; gives the position prior, the other methods and the
     domain shift. against: an older report's data, to tell drift from. extra: facts shown under
     provenance (JSON values: model names, sampling settings). key: fixes the bootstrap. Raises DsparkError when the
-    calibration has another number of slots, `extra` is not JSON, or the folder cannot be written.
+    calibration has another number of slots or was fitted on other events, `extra` is not JSON, or the folder cannot be
+    written.
     """
     out_dir = Path(out_dir)
     data = _data(events_test, calibration, events_calibration, title, _plain(extra or {}), replicates, key)
     if against is not None:
-        data["drift"] = {"against": against["data_hash"], "rows": _rounded(compare(against, data, replicates, key))}
+        data["drift"] = _drift(against, events_test, calibration, replicates, key)
     data = sealed(data)
     drawn = _figures(data)
     pictures = [(heading, caption, figures.png(figure)) for _, heading, caption, figure in drawn]
@@ -113,14 +113,12 @@ def _data(
     key: int,
 ) -> dict[str, Any]:
     calibration.check(num_slots=events.num_slots)
+    learned, shift = Learned(), []
     if fitted_on is not None:
-        calibration.check(num_slots=fitted_on.num_slots)
-    prior, others, shift = None, {}, []
-    if fitted_on is not None:
-        prior, method = position_prior(fitted_on), calibration.method
-        others = {m: fit(fitted_on, calibration.drafter_hash, m) for m in METHODS if m != method}
-        shift = domain_shift(fitted_on, events, method, replicates, key)
-    rows = _rounded(score_rows(events, calibration, prior, replicates, key, others))
+        refuse_other_events(calibration, fitted_on)
+        learned = Learned.on(fitted_on, calibration)
+        shift = domain_shift(fitted_on, events, calibration.method, replicates, key)
+    rows = _rounded(score_rows(events, calibration, learned, replicates, key))
     data = {
         "format": FORMAT,
         "title": title,
@@ -140,7 +138,32 @@ def _data(
         "data_hash": events.data_hash(),
         "extra": extra,
     }
-    return {**data, "headline": _headline(data), "notes": _notes(data, events, prior is not None)}
+    return {**data, "headline": _headline(data), "notes": _notes(data, events, fitted_on)}
+
+
+def refuse_other_events(calibration: Calibration, fitted_on: Events) -> None:
+    """Raises DsparkError unless the calibration was fitted on these events: what is learned from others, and stands
+    beside it, would not be a comparison."""
+    calibration.check(num_slots=fitted_on.num_slots)
+    if calibration.data_hash != fitted_on.data_hash():
+        raise DsparkError(
+            "calibration report: expected the events that the calibration was fitted on "
+            f"({calibration.data_hash[:12]}), but got others ({fitted_on.data_hash()[:12]}). Give the rollouts that "
+            "dspark calibrate had, all of them, or none."
+        )
+
+
+def _drift(
+    older: dict[str, Any], events: Events, calibration: Calibration, replicates: int, key: int
+) -> dict[str, Any]:
+    """The older calibration on the rounds of now where it is of the same draft model: a calibration fitted anew would
+    hide the drift. Else each report's own."""
+    refuse_other_slots(older, events.num_slots)
+    before = Calibration.from_dict(older["calibration"])
+    same = before.drafter_hash == calibration.drafter_hash
+    now = conversation_sums(events, (before if same else calibration).maps)
+    rows = compare(older["conversations"], now, events.num_slots, replicates, key)
+    return {"against": older["data_hash"], "same_draft_model": same, "rows": _rounded(rows)}
 
 
 def _domain_facts(events: Events) -> dict[str, Any]:
@@ -166,17 +189,19 @@ def _headline(data: dict[str, Any]) -> str:
     )
 
 
-def _notes(data: dict[str, Any], events: Events, has_prior: bool) -> list[str]:
+def _notes(data: dict[str, Any], events: Events, fitted_on: Events | None) -> list[str]:
     notes = []
     if data["data_hash"] == data["calibration"]["data_hash"]:
         notes.append("These are the rounds the calibration was fitted on: the numbers after calibration flatter it.")
+    elif shared := len(_conversations(events) & _conversations(fitted_on)):
+        notes.append(f"{shared} conversations are of the fit split too: the numbers after calibration flatter it.")
     unfitted = [k + 1 for k, n in enumerate(data["calibration"]["slot_events"]) if n == 0]
     if unfitted:
         notes.append(f"No data to fit slot {_list(unfitted)}: no calibration there.")
     unseen = [k + 1 for k, n in enumerate(events.conditional_observed.sum(0).tolist()) if n == 0]
     if unseen:
         notes.append(f"No round of this split reached slot {_list(unseen)}.")
-    missing = [] if has_prior else ["position prior, other methods and domain shift (pass the calibration split)"]
+    missing = [] if fitted_on else ["position prior, other methods and domain shift (pass the calibration split)"]
     missing += ["draft's max-probability (not recorded)"] if events.draft_max_prob is None else []
     if missing:
         notes.append(f"Left out: {' and '.join(missing)}.")
@@ -200,6 +225,10 @@ def _figures(data: dict[str, Any]) -> list[tuple[str, str, str, Figure]]:
         ("reliability-conditional", "Reliability of each slot given all before", bars, diagrams["conditional"]),
         *([("thresholds", "What a threshold would verify", _SWEEP, figures.sweep(data))] if data["thresholds"] else []),
     ]
+
+
+def _conversations(events: Events | None) -> set[tuple[str, str]]:
+    return set(zip(events.domain, events.conversation, strict=True)) if events else set()
 
 
 def _mean_row(data: dict[str, Any], estimator: str) -> dict[str, Any]:

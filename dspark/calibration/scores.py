@@ -1,7 +1,8 @@
 """The report's numbers as flat rows: one per estimator, law, domain and slot.
 
 Estimators: the head before and after calibration, and by the other methods of calibration; the draft's own largest
-probability; the position prior (mean acceptance per slot on the calibration split). Laws: "conditional" (slot k given
+probability, as it is and calibrated as the head is; the position prior (mean acceptance per slot on the calibration
+split). Laws: "conditional" (slot k given
 all before it) and "cumulative" (the prefix survives). Domains: each, and "all". Slots: 1 ... K (readers count from 1),
 "mean" (over slots with data) and "pooled" (all slots' events together: the only place where a position prior can rank).
 Left out on purpose: rendering (figures.py, html.py, text.py).
@@ -9,8 +10,9 @@ Left out on purpose: rendering (figures.py, html.py, text.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,9 +20,10 @@ from torch import Tensor
 
 from dspark.calibration import bootstrap
 from dspark.calibration.events import Events
+from dspark.calibration.fitting import fit
 from dspark.calibration.measures import auroc, bin_index, brier, ece, ece_noise, mass_bin_index, nll, slot_sums
-from dspark.calibration.record import Calibration
-from dspark.slot_maps import identity, rates
+from dspark.calibration.record import METHODS, Calibration
+from dspark.slot_maps import SlotMap, identity, rates
 
 METRICS = ("ece", "brier", "nll", "auroc", "mean_predicted", "mean_observed")
 LAWS = ("cumulative", "conditional")
@@ -31,6 +34,7 @@ ESTIMATORS = {
     "head_platt": "head, Platt",
     "head_isotonic": "head, isotonic",
     "draft_max_probability": "draft's max-probability",
+    "draft_max_probability_calibrated": "max-prob., calibrated",
     "position_prior": "position prior",
 }
 
@@ -51,17 +55,45 @@ def position_prior(events: Events) -> Tensor:
     return torch.where(count > 0, accepted / count.clamp(min=1), 0.5)
 
 
-def estimators(
-    events: Events, calibration: Calibration, prior: Tensor | None, others: Mapping[str, Calibration] | None = None
-) -> dict[str, Tensor]:
-    """Conditional acceptance probabilities [M, K] fp64 per estimator that can be had. others: of other methods."""
-    logits = events.confidence_logits.double()
+@dataclass(frozen=True)
+class Learned:
+    """What the estimators beside the head learned on the split that its calibration was fitted on; empty: nothing.
+
+    prior [K]: the position prior. others: the head's maps by the other methods. maximum: maps of the draft's largest
+    probability, by the head's own method; empty where it was not recorded.
+    """
+
+    prior: Tensor | None = None
+    others: Mapping[str, Sequence[SlotMap]] = field(default_factory=dict)
+    maximum: Sequence[SlotMap] = ()
+
+    @staticmethod
+    def on(events: Events, calibration: Calibration) -> Learned:
+        """From the calibration split."""
+        others = {m: fit(events, "", m).maps for m in METHODS if m != calibration.method}
+        baseline = _of_maximum(events)
+        maximum = fit(baseline, "", calibration.method).maps if baseline else ()
+        return Learned(position_prior(events), others, maximum)
+
+
+def _of_maximum(events: Events) -> Events | None:
+    """The same rounds as if the draft's largest probability were the head's; None where it was not recorded."""
+    if events.draft_max_prob is None:
+        return None
+    return replace(events, confidence_logits=torch.logit(events.draft_max_prob.double(), eps=1e-7))
+
+
+def estimators(events: Events, calibration: Calibration, learned: Learned) -> dict[str, Tensor]:
+    """Conditional acceptance probabilities [M, K] fp64 per estimator that can be had."""
+    logits, baseline = events.confidence_logits.double(), _of_maximum(events)
     found = {"head": rates(logits, identity(events.num_slots)), "head_calibrated": rates(logits, calibration.maps)}
-    found |= {f"head_{method}": rates(logits, other.maps) for method, other in (others or {}).items()}
+    found |= {f"head_{method}": rates(logits, maps) for method, maps in learned.others.items()}
     if events.draft_max_prob is not None:
         found["draft_max_probability"] = events.draft_max_prob.double()
-    if prior is not None:
-        found["position_prior"] = prior.expand(events.num_events, -1).double()
+    if baseline is not None and learned.maximum:
+        found["draft_max_probability_calibrated"] = rates(baseline.confidence_logits.double(), learned.maximum)
+    if learned.prior is not None:
+        found["position_prior"] = learned.prior.expand(events.num_events, -1).double()
     return found
 
 
@@ -91,15 +123,14 @@ def score(probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
 
 
 def score_rows(
-    events: Events, calibration: Calibration, prior: Tensor | None, replicates: int = bootstrap.REPLICATES,
-    key: int = 0, others: Mapping[str, Calibration] | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
+    events: Events, calibration: Calibration, learned: Learned, replicates: int = bootstrap.REPLICATES, key: int = 0
+) -> list[dict[str, Any]]:
     """Every row of the report: keys estimator, law, domain, slot, events, the metrics, and `interval` per metric."""
     parts = events.by_domain()
     return [
         row
         for name, part in parts
-        for row in rows_of(name, part, estimators(part, calibration, prior, others), replicates, key)
+        for row in rows_of(name, part, estimators(part, calibration, learned), replicates, key)
     ]
 
 
@@ -120,17 +151,25 @@ def rows_of(
 def reliability(events: Events, calibration: Calibration) -> dict[str, dict[str, list[Any]]]:
     """Per law and head estimator, [3][K][bins]: events, sum of predictions, sum of labels; what the diagrams draw."""
     result: dict[str, dict[str, list[Any]]] = {law: {} for law in LAWS}
-    for estimator, conditional in estimators(events, calibration, None).items():
+    for estimator, conditional in estimators(events, calibration, Learned()).items():
         for law in laws(events, conditional):
             result[law.name][estimator] = slot_sums(law.probabilities, events.labels, law.observed).tolist()
     return result
 
 
 def clusters(events: Events) -> tuple[int, Tensor]:
-    """Number of clusters and the cluster of each round [M]: its conversation, or a fixed group of conversations."""
-    numbers = {name: i for i, name in enumerate(dict.fromkeys(zip(events.domain, events.conversation, strict=True)))}
-    rounds = [numbers[pair] for pair in zip(events.domain, events.conversation, strict=True)]
-    return min(len(numbers), bootstrap.MAX_CLUSTERS), torch.tensor(rounds) % bootstrap.MAX_CLUSTERS
+    """Number of clusters and the cluster of each round [M]: its conversation, or a fixed group of conversations of its
+    domain."""
+    pairs = list(zip(events.domain, events.conversation, strict=True))
+    distinct = dict.fromkeys(pairs)
+    most = max(1, bootstrap.MAX_CLUSTERS // len(set(events.domain))) if len(distinct) > bootstrap.MAX_CLUSTERS else None
+    numbers: dict[Any, int] = {}
+    of, seen = {}, Counter[str]()
+    for domain, conversation in distinct:
+        group = seen[domain] if most is None else seen[domain] % most
+        seen[domain] += 1
+        of[domain, conversation] = numbers.setdefault((domain, group), len(numbers))
+    return len(numbers), torch.tensor([of[pair] for pair in pairs])
 
 
 def _law_rows(events: Events, law: Law, cluster: Tensor, weights: Tensor | None) -> Iterator[dict[str, Any]]:

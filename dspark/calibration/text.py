@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from dspark.calibration.events import ALL
@@ -39,7 +40,7 @@ def table_lines(data: dict[str, Any]) -> list[str]:
         lines += ["", f"{'domain':<13}{_HEADER[7:]}"]
         lines += [_line(f"{d[:12]:<12}", None, cells, d, "mean") for d in domains]
     lines += ["", *_estimator_lines(cells), "", *_shift_lines(data), *_sweep_lines(data), *drift_lines(data)]
-    lines += [wrapped for note in data["notes"] for wrapped in _wrap(note)]
+    lines += [wrapped for note in data["notes"] for wrapped in _wrapped(note, "- ")]
     return [line.rstrip() for line in lines]
 
 
@@ -96,19 +97,20 @@ def drift_lines(data: dict[str, Any]) -> list[str]:
     """What has moved since an older report; nothing without one."""
     if "drift" not in data:
         return []
-    lines = ["Drift since the older report: predicted minus observed survival, and ECE in %"]
+    own = "" if data["drift"]["same_draft_model"] else "; another draft model, so with its own calibration"
+    lines = _wrapped(
+        "Drift since the older report: predicted minus observed survival, and ECE in %, of the older calibration on "
+        f"the rounds of now{own}. *: moved beyond chance."
+    )
     lines.append(f"{'domain':<11}{'slot':>5}{'gap':>8}{'now':>8}{'moved':>22}{'ECE':>7}{'now':>6}")
     for row in data["drift"]["rows"]:
         gaps = "".join(f"{_number(v):>8}" for v in row["gap"])
         span = row["gap_interval"]
         moved = "-" if span is None else f"{row['gap_moved']:+.3f} [{span[0]:+.2f}, {span[1]:+.2f}]"
         errors = f"{percent(row['ece'][0]):>7}{percent(row['ece'][1]):>6}"
-        lines.append(f"{row['domain'][:10]:<11}{row['slot']:>5}{gaps}{moved:>22}{errors}{_moved(span)}")
+        star = "  *" if row["moved"] else ""
+        lines.append(f"{row['domain'][:10]:<11}{row['slot']:>5}{gaps}{moved:>22}{errors}{star}")
     return [*lines, ""]
-
-
-def _moved(span: list[float] | None) -> str:
-    return "  *" if span is not None and (span[0] > 0 or span[1] < 0) else ""
 
 
 def _span(row: dict[str, Any]) -> str:
@@ -120,11 +122,5 @@ def _number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _wrap(note: str) -> list[str]:
-    lines, current = [], "-"
-    for word in note.split():
-        if len(current) + 1 + len(word) > _WIDTH:
-            lines.append(current)
-            current = " "
-        current += " " + word
-    return [*lines, current]
+def _wrapped(text: str, bullet: str = "") -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=bullet, subsequent_indent=" " * len(bullet))

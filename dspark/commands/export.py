@@ -35,6 +35,7 @@ from dspark.export.formats import FORMATS, check_sayable, is_ours, load_draft, n
 from dspark.export.gate import check_parity, check_same
 from dspark.export.speculators import KIND as NESTED
 from dspark.files import atomic_dir
+from dspark.sealed import SEAL
 from dspark.slot_maps import read_maps
 from dspark.target.checkpoint import read_config_dict
 from dspark.target.decoder import Target
@@ -50,7 +51,7 @@ examples:
       --target Qwen/Qwen3-4B --out runs/theirs/bundle
 """
 GATE_SEQUENCES, GATE_LENGTH, _ROOM = 4, 48, 32
-_MOVED = ("maps", "data_hash", "drafter_hash")  # what write_calibration puts down itself
+_MOVED = ("maps", "data_hash", "drafter_hash", "format", SEAL)  # what write_calibration puts down itself
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ from dspark.files import sha256_json
 from dspark.rollouts.manifest import run_facts
 from dspark.runner import Engine, EngineOptions
 from dspark.settings import Settings
-from dspark.slot_maps import of_temperatures
+from dspark.slot_maps import SlotMap, of_temperatures
 from dspark.target.decoder import Target
 from dspark.target.load import load_target, load_tokenizer
 
@@ -73,7 +73,9 @@ def _calibration_hash(bundle: Bundle | None) -> str | None:
     head = bundle.drafter.confidence_head if bundle else None
     if bundle is None or head is None:
         return None
-    return sha256_json({"calibration": bundle.calibration, "maps": [m.to_dict() for m in head.maps]})
+    if all(one == SlotMap(one.temperature) for one in head.maps):  # as when there was nothing but temperatures
+        return sha256_json({"calibration": bundle.calibration, "temperatures": [one.temperature for one in head.maps]})
+    return sha256_json({"calibration": bundle.calibration, "maps": [one.to_dict() for one in head.maps]})
 
 
 def load(source: str, dtype: str, drafter: str | Path = "") -> Loaded:
@@ -125,11 +127,17 @@ def _apply_temperature_switch(bundle: Bundle) -> None:
         raise DsparkError(
             f"{settings.origins[name]}: expected a draft model with a confidence head, but this one has none. Unset it."
         )
+    if len(values) not in (1, head.num_steps):
+        raise DsparkError(
+            f"{settings.origins[name]}: expected one number, or {head.num_steps} of them, one per slot, but got "
+            f"{len(values)}."
+        )
     maps = of_temperatures(values * head.num_steps if len(values) == 1 else values)
     if bundle.calibration is not None and maps != head.maps:
+        told = "; ".join(one.told() for one in head.maps)
         raise DsparkError(
             f"settings: expected one value for the confidence temperatures, but got {list(values)} from "
-            f"{settings.origins[name]} and another from the bundle's calibration. Remove one of them."
+            f"{settings.origins[name]} and another from the bundle's calibration ({told}). Remove one of them."
         )
     head.set_maps(maps)
 

@@ -60,6 +60,7 @@ class ConfidenceHead(nn.Module):
                 f"calibration: expected {self.num_steps} maps, one per slot, but got {len(maps)}. Calibrate this draft "
                 "model again."
             )
+        assert all(isinstance(one, SlotMap) for one in maps), "temperatures become maps by of_temperatures"
         self.maps = tuple(maps)
 
 
@@ -67,19 +68,24 @@ class ConfidenceHead(nn.Module):
 def law_features(logits: Tensor, columns: Tensor) -> Tensor:
     """logits [..., V'] fp32 of the draft, columns [...] of the drafted tokens (-1: none of the draft vocabulary) ->
     log-odds [..., LAW_FEATURES] of the likeliest token and of the drafted one, at temperature 1."""
-    best = logits.argmax(dim=-1)
-    drafted = torch.where(columns < 0, -_MOST, log_odds(logits, columns.clamp_min(0)))
-    return torch.stack([log_odds(logits, best), drafted], dim=-1)
+    flat, column = logits.flatten(0, -2), columns.flatten()
+    best = flat.argmax(dim=-1)
+    likeliest = log_odds(flat, best)
+    drafted = torch.where(column < 0, -_MOST, likeliest)
+    # Mostly they are one token: the vocabulary is read again only where they are not.
+    other = ((column >= 0) & (column != best)).nonzero().flatten()
+    if len(other):
+        drafted[other] = log_odds(flat[other], column[other])
+    return torch.stack([likeliest, drafted], dim=-1).view(*columns.shape, LAW_FEATURES)
 
 
 def log_odds(logits: Tensor, columns: Tensor) -> Tensor:
-    """ln(p / (1 - p)) [...] fp32 of one token of each law: its logit less the others' ln sum exp, held within 16.
+    """ln(p / (1 - p)) [N] fp32 of one token of each law [N,V']: its logit less the others' ln sum exp, held within 16.
 
     Made of our log-softmax and subtractions alone, so a row's bits do not depend on its place.
     """
-    flat, column = logits.flatten(0, -2), columns.flatten()[:, None]
-    others = flat.scatter(-1, column, -torch.inf)
+    column = columns[:, None]
+    others = logits.scatter(-1, column, -torch.inf)
     best = others.argmax(dim=-1)
     rest = others.gather(-1, best[:, None]).squeeze(-1) - ops.raw_logprob(others, best)
-    found = flat.gather(-1, column).squeeze(-1) - rest
-    return found.clamp(-_MOST, _MOST).view(columns.shape)
+    return (logits.gather(-1, column).squeeze(-1) - rest).clamp(-_MOST, _MOST)

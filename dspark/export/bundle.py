@@ -3,7 +3,7 @@
     config.json        DrafterConfig, field by field
     model.safetensors  the state dict, draft vocabulary included; nothing of the target
     manifest.json      format, sha256 per tensor and file, drafter hash, target fingerprint, the caller's meta
-    calibration.json   (written later) a confidence temperature per slot, the drafter hash they belong to, data hash
+    calibration.json   (written later, sealed) a map per slot, the drafter hash they belong to, data hash
 The gate that holds the training module against the reloaded one is export/gate.py; the formats of other engines are
 export/deepspec.py and export/speculators.py.
 """
@@ -30,7 +30,8 @@ from dspark.export.tensors import (
     save_tensors,
 )
 from dspark.files import atomic_dir, atomic_write, canonical_json, read_json, sha256_file
-from dspark.slot_maps import SlotMap, read_maps
+from dspark.sealed import read_sealed, sealed
+from dspark.slot_maps import CALIBRATION_FORMAT, SlotMap, read_maps
 
 __all__ = [
     "Bundle", "check_gamma", "check_parity", "check_target", "drafter_hash", "is_bundle", "load_bundle", "save_bundle",
@@ -100,11 +101,12 @@ def write_calibration(directory: str | Path, maps: Sequence[SlotMap], data_hash:
     drafter.confidence_head.set_maps(maps)
     content = {
         **extra,
+        "format": CALIBRATION_FORMAT,
         "drafter_hash": manifest["drafter_hash"],
         "maps": [m.to_dict() for m in maps],
         "data_hash": data_hash,
     }
-    atomic_write(directory / CALIBRATION, canonical_json(content) + "\n")
+    atomic_write(directory / CALIBRATION, canonical_json(sealed(content)) + "\n")
 
 
 def is_bundle(directory: Path) -> bool:
@@ -180,12 +182,13 @@ def _read_calibration(directory: Path, drafter: Drafter, identity: str) -> dict[
     path = directory / CALIBRATION
     if not path.exists():
         return None
-    calibration = read_json(path, "calibration")
-    found = calibration.get("drafter_hash") if isinstance(calibration, dict) else None
+    again = "Calibrate again, or remove the file."
+    calibration = read_sealed(path, "calibration", ("format", CALIBRATION_FORMAT), again)
+    found = calibration.get("drafter_hash")
     if found != identity:
         raise DsparkError(
             f"{path}: expected a calibration of these weights ({identity[:12]}), but got one of {str(found)[:12]}. "
-            "Calibrate again, or remove the file."
+            f"{again}"
         )
     if drafter.confidence_head is None:
         raise DsparkError(f"{path}: expected no calibration for a draft model without a confidence head. Remove it.")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dspark.contracts import DsparkError
+from dspark.drafter.confidence import LAW_FEATURES
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.model import Drafter
 from dspark.files import read_json, tensor_hash
@@ -85,14 +86,13 @@ def served(drafter: Drafter, target: Target) -> Drafter:
 
 
 def reading_the_law(drafter: Drafter, target: Target) -> Drafter:
-    """The same draft model with a confidence head that reads the draft's law, and says what the law does (`forget`)."""
+    """The same draft model with a confidence head that can read the draft's law, and says what it said before."""
     if drafter.config.confidence_with_law:
         return drafter
     wider = Drafter(replace(drafter.config, confidence_with_law=True))
     assert wider.confidence_head is not None, "asked of draft models with the head"
-    wider.confidence_head.forget()
-    fresh = {f"confidence_head.{name}": tensor for name, tensor in wider.confidence_head.state_dict().items()}
-    wider.load_state_dict(drafter.state_dict() | fresh)
+    state, name = drafter.state_dict(), "confidence_head.proj.weight"
+    wider.load_state_dict(state | {name: torch.nn.functional.pad(state[name], (0, LAW_FEATURES))})
     return wider.to(drafter.dtype).bind(target.embed_weight, target.head_weight).eval()
 
 

@@ -26,7 +26,14 @@ from dspark.training import losses
 from dspark.training.adopt import refuse_other_shape, saved_config, tell_adopted
 from dspark.training.batches import RoundBatch
 from dspark.training.checkpoint import drafter_in, load_drafter, reading_the_law, seal, served
-from dspark.training.confidence_test import CALIBRATION, confidence_report, gathered, older_report, splits
+from dspark.training.confidence_test import (
+    CALIBRATION,
+    confidence_report,
+    gathered,
+    older_report,
+    on_first_rank,
+    splits,
+)
 from dspark.training.data import RoundsDataModule
 from dspark.training.frozen import Capture, FrozenTargetModule, capture, law_reader
 from dspark.training.labels import acceptance, laws_at, observed_events
@@ -251,11 +258,13 @@ class ConfidenceModule(FrozenTargetModule):
 
     def on_test_start(self) -> None:
         """Raises DsparkError when there is nothing to calibrate on, or nothing to compare with."""
-        if not self._data().paths["predict"]:
+        data = self._data()
+        if not data.paths["predict"]:
             raise DsparkError(
                 "test: expected rounds to calibrate on in data.predict, but got none. Give "
                 "--data.init_args.predict='[FOLDER]' (another split than data.test)."
             )
+        data.refuse_foreign("predict", self.target.vocab_size, self.target.config.max_position_embeddings)
         self._older = older_report(self.report, self.drafter.config.num_predictions)
         self.tested: list[dict[str, Any]] = []
 
@@ -275,9 +284,7 @@ class ConfidenceModule(FrozenTargetModule):
         calibration = [part for part in found if part is not None]
         world = self.trainer.world_size
         tested, fitted_on = splits(gathered(self.tested, world), gathered(calibration, world))
-        if self.trainer.is_global_zero:
-            self._report(tested, fitted_on)
-        self.trainer.strategy.barrier()
+        on_first_rank(self.trainer, lambda: self._report(tested, fitted_on))
 
     def _report(self, tested: Events, fitted_on: Events) -> None:
         folder = Path(self.report.out or Path(self.trainer.default_root_dir) / "report")
@@ -332,9 +339,21 @@ class ConfidenceModule(FrozenTargetModule):
             if reads != self.drafter.config.confidence_with_law:
                 advice = f"Give --model.init_args.with_law={str(reads).lower()}, or start a new run."
             refuse_other_shape(saved, self.drafter.config, advice)
-        if saved != self.drafter.config:
-            if self.trainer.is_global_zero:
+            self._refuse_other_layers(drafter_in(checkpoint, saved))
+        else:
+            if saved != self.drafter.config and self.trainer.is_global_zero:
                 tell_adopted(saved, self.drafter.config)
+            # All of it, the frozen layers too: `drafter:` may name a model that was trained again since.
             self.drafter = drafter_in(checkpoint, saved).bind(self.target.embed_weight, self.target.head_weight)
             self._prepare()
         self.refuse_other_optimizer(checkpoint, self.optimizer_options)
+
+    def _refuse_other_layers(self, saved: Drafter) -> None:
+        """A fit goes on with the layers that it froze, not with those of a draft model that was trained again."""
+        ours, frozen = self.drafter.state_dict(), saved.state_dict()
+        other = [name for name in frozen if "confidence_head" not in name and not torch.equal(frozen[name], ours[name])]
+        if other:
+            raise DsparkError(
+                f"checkpoint: expected the draft layers of {self.source}, but it was begun with others ({other[0]} and "
+                f"{len(other) - 1} more differ): that draft model was trained again since. Start a new run."
+            )

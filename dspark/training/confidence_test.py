@@ -6,12 +6,13 @@ rounds are put in one order, so one process and many write the same report, byte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as distributed
+from lightning.pytorch import Trainer
 
 from dspark.calibration.drift import refuse_other_slots
 from dspark.calibration.events import Events
@@ -49,6 +50,20 @@ def gathered(parts: list[dict[str, Any]], world_size: int) -> list[dict[str, Any
     everyone: list[list[dict[str, Any]] | None] = [None] * world_size
     distributed.all_gather_object(everyone, parts)
     return [part for mine in everyone for part in mine or []]
+
+
+def on_first_rank(trainer: Trainer, work: Callable[[], None]) -> None:
+    """Work of the first rank. Its DsparkError is raised on every rank: nobody waits for one that has stopped."""
+    failed: list[str] = [""]
+    if trainer.is_global_zero:
+        try:
+            work()
+        except DsparkError as error:
+            failed = [str(error)]
+    if trainer.world_size > 1:
+        distributed.broadcast_object_list(failed)
+    if failed[0]:
+        raise DsparkError(failed[0])
 
 
 def older_report(options: ReportOptions, slots: int) -> dict[str, Any] | None:

@@ -43,7 +43,7 @@ class Watch(nn.Module):
         found: dict[str, Tensor] = {}
         for law in LAWS:
             for name, values in self._law(law).compute().items():
-                by_domain = values.float().reshape(len(self.domains) + 1, -1)  # torchmetrics squeezes a single value
+                by_domain = values.reshape(len(self.domains) + 1, -1)  # torchmetrics squeezes a single value
                 parts = {f"/slot_{k}": value for k, value in enumerate(by_domain[-1], start=1)}
                 if len(self.domains) > 1:
                     parts |= {f"/{d}": v for d, v in zip(self.domains, by_domain[:-1].nanmean(-1), strict=True)}

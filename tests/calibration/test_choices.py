@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dspark.calibration.choices import domain_shift, threshold_sweep
-from dspark.calibration.drift import compare, conversation_sums
+from dspark.calibration.drift import compare, conversation_sums, refuse_other_slots
 from dspark.calibration.events import Events
 from dspark.calibration.fitting import fit
 from dspark.calibration.measures import bin_index, ece
@@ -59,7 +59,7 @@ def test_domain_shift_sees_a_domain_that_is_different(heads) -> None:
 def test_sums_give_the_measures(heads) -> None:
     events = heads.synthetic_head(300)
     kept = json.loads(json.dumps(conversation_sums(events, identity(3))))
-    row = compare({"num_slots": 3, "conversations": kept}, {"num_slots": 3, "conversations": kept}, 20)[1]
+    row = compare(kept, kept, 3, 20)[1]
     a, y = survival(events.confidence_logits.double(), identity(3))[:, 1], events.labels[:, 1]
     assert row["events"] == [300, 300]
     assert row["gap"] == pytest.approx([float((a - y).mean())] * 2)
@@ -79,9 +79,9 @@ def test_drift_is_seen_when_there_is_some(heads, tmp_path, scale: float) -> None
     assert report.data["drift"]["against"] == old.data["data_hash"]
     assert {r["domain"] for r in rows} == {"all", "math", "code", "chat"}
     mean = next(r for r in rows if (r["domain"], r["slot"]) == ("all", "mean"))
-    low, high = mean["ece_interval"]
-    assert low <= mean["ece_moved"] <= high
-    assert (low > 0) == (scale > 1)
+    low, high = mean["ece_chance"]
+    assert low < 0 < high
+    assert (mean["ece_moved"] > high) == mean["moved"] == (scale > 1)
     table = format_table(report)
     assert "Drift since the older report" in table
     assert max(map(len, table.splitlines())) <= 80
@@ -92,16 +92,67 @@ def test_one_conversation_has_no_interval(heads) -> None:
     """Resampling one conversation gives it again: an interval of no width would call any difference a move."""
     kept = conversation_sums(heads.synthetic_head(300, conversations=1).select(torch.arange(300) % 3 == 0), identity(3))
     many = conversation_sums(heads.synthetic_head(300), identity(3))
-    for sides in ((kept, many), (many, kept)):
-        old, new = ({"num_slots": 3, "conversations": side} for side in sides)
-        for row in compare(old, new, 20):
+    for old, new in ((kept, many), (many, kept)):
+        for row in compare(old, new, 3, 20):
             assert row["gap_moved"] is not None
             assert row["gap_interval"] is None
-            assert row["ece_interval"] is None
+            assert row["ece_chance"] is None
+            assert not row["moved"]
+
+
+@pytest.mark.parametrize("sizes", [(1500, 150), (150, 1500), (400, 400)])
+def test_a_head_that_did_not_move_is_seldom_said_to_have(heads, sizes: tuple[int, int]) -> None:
+    """On few rounds ECE is larger by noise alone: of 60 pairs of unequal size, about 3 lie outside of 95 %."""
+    false = 0
+    for trial in range(60):
+        sides = [heads.synthetic_head(n, scale=1.5, seed=1000 * i + trial, conversations=max(30, n // 10))
+                 for i, n in enumerate(sizes)]  # fmt: skip
+        old, new = (conversation_sums(side, identity(3)) for side in sides)
+        row = next(r for r in compare(old, new, 3, 100, trial) if r["slot"] == "mean")
+        low, high = row["ece_chance"]
+        false += not low <= row["ece_moved"] <= high
+    assert false <= 9
+
+
+def test_too_sure_at_both_ends_is_a_move_that_the_gap_does_not_see(heads) -> None:
+    """Survival of one slot, true probabilities 0.2 and 0.8, then said to be 0.02 and 0.98: the mean stays right."""
+    true = torch.tensor([0.2, 0.8]).repeat(600)
+    accepted = (torch.rand(1200, generator=torch.Generator().manual_seed(3)) < true).long()
+    names = [str(i // 10) for i in range(1200)]
+    sides = []
+    for said in ((0.2, 0.8), (0.02, 0.98)):
+        logits = torch.logit(torch.tensor(said)).repeat(600)[:, None]
+        sides.append(conversation_sums(Events(logits, accepted, [1] * 1200, ["math"] * 1200, names), identity(1)))
+    row = compare(*sides, 1, 200)[0]
+    assert row["gap_interval"][0] <= 0 <= row["gap_interval"][1]
+    assert row["ece_moved"] > row["ece_chance"][1]
+    assert row["moved"]
+
+
+def test_a_calibration_fitted_anew_does_not_hide_the_drift(heads, tmp_path) -> None:
+    """The older one is what is judged, as long as the draft model is the same; else each report's own."""
+    before, now = heads.synthetic_head(2000, scale=1.0), heads.synthetic_head(2000, scale=4.0, seed=5)
+    older = build_report(before, fit(before, "drafter"), tmp_path / "old", replicates=60).data
+    for drafter, same in (("drafter", True), ("another", False)):
+        report = build_report(now, fit(now, drafter), tmp_path / drafter, against=older, replicates=60)
+        drift = report.data["drift"]
+        assert drift["same_draft_model"] == same
+        assert any(row["moved"] for row in drift["rows"] if row["domain"] == "all") == same
+        assert ("another draft model" in format_table(report)) == (not same)
+
+
+def test_joined_conversations_stay_in_their_domain(heads, monkeypatch) -> None:
+    """Else a domain's rounds are counted as another's, once there are more conversations than clusters."""
+    monkeypatch.setattr("dspark.calibration.bootstrap.MAX_CLUSTERS", 12)
+    events = heads.synthetic_head(900, conversations=300)
+    kept = conversation_sums(events, identity(3))
+    rounds = dict.fromkeys(("math", "code", "chat"), 0)
+    for cluster, slot, _, n, _, _ in kept["cells"]:
+        rounds[kept["domains"][cluster]] += n if slot == 0 else 0
+    assert rounds == dict.fromkeys(("math", "code", "chat"), 300)
+    assert len(kept["domains"]) == 12
 
 
 def test_other_blocks_do_not_compare(heads) -> None:
-    sides = [{"num_slots": k, "conversations": conversation_sums(heads.synthetic_head(9, slots=k), identity(k))}
-             for k in (2, 3)]  # fmt: skip
     with pytest.raises(DsparkError, match="3 slots, but got one of 2"):
-        compare(*sides)
+        refuse_other_slots({"num_slots": 2}, 3)

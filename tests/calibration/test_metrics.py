@@ -158,6 +158,22 @@ def test_domains_that_do_not_fit_are_refused() -> None:
         SlotECE(1, 2).update(one, one, one.bool())
 
 
+def test_what_is_no_probability_of_these_slots_is_refused() -> None:
+    """Four slots given to seven would be counted somewhere; logits would be averaged as probabilities."""
+    metric, p = SlotMeanPredicted(2), torch.full((3, 2), 0.5)
+    seen = torch.ones(3, 2, dtype=torch.bool)
+    for bad in ((p[:, :1], p, seen), (p, p[:, :1], seen), (p, p, seen[:2]), (p.flatten(), p, seen)):
+        with pytest.raises(DsparkError, match=r"\[rounds, 2\]"):
+            metric.update(*bad)
+    with pytest.raises(DsparkError, match="want a sigmoid"):
+        metric.update(p * 4, p, seen)
+    with pytest.raises(DsparkError, match="labels in"):
+        metric.update(p, p * float("nan"), seen)
+    with pytest.raises(DsparkError, match="to be bool"):
+        metric.update(p, p, seen.long())
+    assert metric.sums.sum() == 0
+
+
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
 @pytest.mark.parametrize("cls", CLASSES)
 def test_rank_without_data(heads: ModuleType, cls: type) -> None:

@@ -14,6 +14,7 @@ from dspark.calibration.events import Events
 from dspark.calibration.fitting import fit
 from dspark.calibration.record import Calibration, survival_ece
 from dspark.contracts import DsparkError
+from dspark.sealed import sealed
 from dspark.slot_maps import SlotMap, identity
 
 
@@ -108,15 +109,15 @@ def test_json_round_trip(heads, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "other"}, "format"),
+        ({"format": "other"}, "calibration of format"),
         ({"unknown": 1}, "the keys"),
-        ({"maps": [{"temperature": -1.0, "shift": 0.0, "knots": []}] * 3}, "finite temperatures > 0"),
+        ({"maps": [{"temperature": -1.0, "shift": 0.0, "knots": []}] * 3}, "temperatures from"),
         ({"maps": [{"temperature": 1.0, "shift": 0.0}] * 3}, "keys"),
         ({"maps": []}, "one per slot"),
         ({"maps": 1.0}, "a list"),
         ({"maps": [SlotMap().to_dict()] * 2}, "2 entries"),
         ({"method": "other"}, "one of temperature, platt, isotonic"),
-        ({"ece_after": [0.1, float("nan"), 0.1]}, "finite numbers or null"),
+        ({"ece_after": [0.1, "0.2", 0.1]}, "finite numbers or null"),
         ({"drafter_hash": None}, "a string"),
         ({"num_events": -1}, "whole number"),
         ({"slot_events": [1, 2]}, "3 whole numbers"),
@@ -124,9 +125,18 @@ def test_json_round_trip(heads, tmp_path) -> None:
 )
 def test_broken_record_is_refused(heads, tmp_path, change: dict, message: str) -> None:
     good = fit(heads.synthetic_head(20), "drafter").to_dict()
-    (tmp_path / "calibration.json").write_text(json.dumps(good | change))
+    (tmp_path / "calibration.json").write_text(json.dumps(sealed(good | change)))
     with pytest.raises(DsparkError, match=message):
         Calibration.load(tmp_path / "calibration.json")
+
+
+def test_an_edited_record_is_refused(heads, tmp_path) -> None:
+    path = tmp_path / "calibration.json"
+    fit(heads.synthetic_head(60), "drafter").save(path)
+    text = path.read_text()
+    path.write_text(text.replace('"num_events": 60', '"num_events": 61'))
+    with pytest.raises(DsparkError, match="edited or damaged"):
+        Calibration.load(path)
 
 
 def test_stale_and_missing_records_are_refused(heads, tmp_path) -> None:
@@ -139,7 +149,7 @@ def test_stale_and_missing_records_are_refused(heads, tmp_path) -> None:
     with pytest.raises(DsparkError, match="5 slots"):
         Calibration.load(path, num_slots=5)
     path.write_text("[]")
-    with pytest.raises(DsparkError, match="JSON object"):
+    with pytest.raises(DsparkError, match="expected a calibration of format"):
         Calibration.load(path)
 
 

@@ -90,6 +90,23 @@ def test_law_features_tell_the_likeliest_and_the_drafted_token():
     torch.testing.assert_close(found[0, 1], torch.stack([odds, torch.tensor(-16.0)]))
 
 
+def test_law_features_are_those_of_either_token():
+    """Where the drafted token is the likeliest, where it is not, and off the vocabulary; a row's bits are its own."""
+    logits = torch.randn(4, 3, 50, generator=torch.Generator().manual_seed(0))
+    columns = torch.randint(-1, 50, (4, 3), generator=torch.Generator().manual_seed(1))
+    columns[:, 0] = logits[:, 0].argmax(-1)
+    found = law_features(logits, columns)
+    flat, at = logits.flatten(0, 1), columns.flatten()
+    assert torch.equal(found[..., 0].flatten(), log_odds(flat, flat.argmax(-1)))
+    wanted = torch.where(at < 0, -16.0, log_odds(flat, at.clamp_min(0)))
+    assert torch.equal(found[..., 1].flatten(), wanted)
+    assert (found[:, 0, 0] == found[:, 0, 1]).all()
+    for block in range(4):
+        assert torch.equal(
+            law_features(logits[block : block + 1], columns[block : block + 1]), found[block : block + 1]
+        )
+
+
 def test_confidence_head_is_findable_and_has_a_map_per_slot():
     head = ConfidenceHead(n_embed=8, markov_rank=3, num_steps=4).train()
     torch.nn.init.normal_(head.proj.weight, generator=torch.Generator().manual_seed(0))

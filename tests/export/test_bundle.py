@@ -18,7 +18,7 @@ from dspark.export.bundle import (
     save_bundle,
     write_calibration,
 )
-from dspark.slot_maps import of_temperatures
+from dspark.slot_maps import SlotMap, of_temperatures
 
 
 @pytest.fixture
@@ -141,6 +141,16 @@ def test_calibration_belongs_to_its_weights(saved, drafter):
     assert load_bundle(saved).calibration is None
     (saved / "calibration.json").write_bytes(stale)
     with pytest.raises(DsparkError, match="Calibrate again"):
+        load_bundle(saved)
+
+
+def test_every_kind_of_map_comes_back(saved):
+    maps = (SlotMap(2.0), SlotMap(0.7, -0.3), SlotMap(knots=((-1.0, 0.25), (0.1, 1 / 3))), SlotMap())
+    write_calibration(saved, maps, "d" * 64)
+    assert load_bundle(saved).drafter.confidence_head.maps == maps
+    path = saved / "calibration.json"
+    path.write_text(path.read_text().replace('"shift":-0.3', '"shift":-0.2'))
+    with pytest.raises(DsparkError, match="edited or damaged"):
         load_bundle(saved)
 
 

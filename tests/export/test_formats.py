@@ -18,6 +18,7 @@ from dspark.export import tensors
 from dspark.export.bundle import drafter_hash, load_bundle, save_bundle, write_calibration
 from dspark.export.formats import FORMATS, Draft, check_sayable, format_of, load_draft, notes, write_draft
 from dspark.export.gate import check_same
+from dspark.slot_maps import of_temperatures
 from dspark.target.decoder import Target
 from dspark.training.checkpoint import PREFIX, seal
 
@@ -241,7 +242,7 @@ def test_an_import_that_proves_no_target_says_so(run, checkpoint):
 
 def test_a_calibration_goes_along_or_is_said_to_be_left_out(run, checkpoint):
     run(checkpoint, "bundle", "bundle")
-    write_calibration("bundle", [1.5, 1.0, 2.0, 0.5], "d" * 64, ece=0.01)
+    write_calibration("bundle", of_temperatures([1.5, 1.0, 2.0, 0.5]), "d" * 64, ece=0.01)
     assert "left out" in run("bundle", "deepspec", "flat")["notes"][0]
     run("bundle", "bundle", "again")
     assert Path("again", "calibration.json").read_bytes() == Path("bundle", "calibration.json").read_bytes()

@@ -20,6 +20,7 @@ from dspark.contracts import DsparkError
 from dspark.drafter.config import DrafterConfig
 from dspark.export.bundle import check_target, load_bundle, save_bundle, write_calibration
 from dspark.export.formats import load_draft, write_draft
+from dspark.slot_maps import of_temperatures
 from dspark.target.families import read_config
 
 HEADS = {"confidence_head": True, "confidence_with_markov": True}
@@ -127,7 +128,7 @@ def test_every_key_damaged_in_every_way(tmp_path, make_target, make_draft, raw, 
     fields = {} if kind == "deepspec" else {"draft_vocab_size": 12}
     write_draft(kind, folder, make_draft(target, **HEADS, **fields), target, raw, {"target": "tiny"})
     if kind == "bundle":
-        write_calibration(folder, [1.5, 1.0, 2.0, 0.5], "d" * 64)
+        write_calibration(folder, of_temperatures([1.5, 1.0, 2.0, 0.5]), "d" * 64)
     refused = 0
     for file in sorted(folder.glob("*.json")):
         whole = file.read_text()

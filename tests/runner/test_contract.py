@@ -10,6 +10,7 @@ import torch
 
 from dspark.contracts import DsparkError, Request, SamplingParams
 from dspark.runner import Engine, EngineOptions
+from dspark.slot_maps import SlotMap
 from tests.runner.conftest import counts, make_drafter, make_requests, make_target, outputs
 
 SHAPES = [
@@ -83,10 +84,21 @@ def test_drafters_are_interchangeable(target) -> None:
     assert outputs(got) == reference
 
 
+MAPS = {
+    "none": SlotMap(),
+    "temperature": SlotMap(1.7),
+    "platt": SlotMap(0.8, -0.4),
+    "isotonic": SlotMap(knots=((-0.5, 0.1), (0.0, 0.4), (0.2, 0.9))),
+}
+
+
 @pytest.mark.parametrize("fusion", [False, True])
-def test_recorded_confidences_are_what_the_model_says_of_the_finished_sequence(target, fusion) -> None:
-    """Through prefill chunks, rejected drafts and reused rows, the draft model saw the features a single pass gives."""
+@pytest.mark.parametrize("chosen", MAPS)
+def test_recorded_confidences_are_what_the_model_says_of_the_finished_sequence(target, fusion, chosen) -> None:
+    """Through prefill chunks, rejected drafts and reused rows, the draft model saw the features a single pass gives; by
+    each kind of calibration."""
     drafter = make_drafter(target, input_fusion=fusion)
+    drafter.confidence_head.set_maps([MAPS[chosen]] * 4)
     completions = engine(target, drafter, max_batch=3, prefill_chunk=4).generate(make_requests(7))
     assert_speculated(completions)
     head, slots = drafter.confidence_head, drafter.config.num_predictions

@@ -130,6 +130,22 @@ def test_validation_watches_both_laws_per_slot_and_domain(
             assert logged[f"val/{law}/brier/slot_{slot + 1}"] == pytest.approx(brier, abs=1e-6)
 
 
+def test_a_trained_head_that_shall_read_the_law_says_at_first_what_it_said(
+    target: Any, draft: Path, data_dir: Path
+) -> None:
+    """Widened, not forgotten, unless reset_head asks for that."""
+    (batch, *_) = rounds(data_dir).val_dataloader()
+    said = {}
+    for with_law in (False, True):
+        module = make(draft, with_law=with_law)
+        module.setup("predict")
+        module.eval()
+        assert module.drafter.config.confidence_with_law == with_law
+        said[with_law] = module.judge(batch).logits
+    assert said[True].abs().max() > 0
+    torch.testing.assert_close(said[True], said[False], rtol=1e-6, atol=1e-6)
+
+
 def test_a_head_that_reads_the_law_starts_from_it_and_learns(
     tiny: Any, target: Any, draft: Path, data_dir: Path, tmp_path: Path
 ) -> None:

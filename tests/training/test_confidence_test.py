@@ -72,6 +72,38 @@ def test_an_older_report_tells_drift_from_itself(
         assert row["gap_interval"][0] <= 0 <= row["gap_interval"][1]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_is_judged_whole(
+    runs: Any, tiny: Any, splits: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """`drafter:` names a file that may have been trained again since. What is judged is the checkpoint's own draft
+    model, whose hash the calibration carries: in the runner's dtype too, of which there is a copy."""
+    made = tiny.make_target(dtype=getattr(torch, dtype))
+    monkeypatch.setattr("dspark.training.frozen.load_target", lambda source, dtype: made)
+    drafts = []
+    for steps in (1, 4):
+        runs.fit(tmp_path, f"draft{steps}", splits["predict"], "", 200, steps)
+        drafts.append(str(tmp_path / f"draft{steps}" / "end.ckpt"))
+
+    def module(draft: str) -> ConfidenceModule:
+        return ConfidenceModule("tiny", draft, target_dtype=dtype, report=ReportOptions(replicates=5))
+
+    data = {name: [path] for name, path in splits.items()}
+    trainer = tiny.make_trainer(tmp_path, 2, limit_val_batches=0)
+    trainer.fit(module(drafts[0]), RoundsDataModule(train=data["predict"], token_budget=200))
+    trainer.save_checkpoint(tmp_path / "head.ckpt")
+    said = []
+    for i, draft in enumerate(drafts):
+        tester = tiny.make_trainer(tmp_path / str(i), 2)
+        tester.test(module(draft), RoundsDataModule(**data), ckpt_path=tmp_path / "head.ckpt", verbose=False)
+        said.append(json.loads((tmp_path / str(i) / "report" / "calibration.json").read_text()))
+    assert said[0] == said[1]
+    again = tiny.make_trainer(tmp_path, 4, limit_val_batches=0)
+    with pytest.raises(DsparkError, match="trained again since"):
+        again.fit(module(drafts[1]), RoundsDataModule(train=data["predict"], token_budget=200),
+                  ckpt_path=tmp_path / "head.ckpt")  # fmt: skip
+
+
 def test_mistakes_are_said_before_the_work(
     runs: Any, target: Any, draft: Path, splits: dict[str, str], tmp_path: Path
 ) -> None:
@@ -79,6 +111,9 @@ def test_mistakes_are_said_before_the_work(
         runs.judge(tmp_path, "none", str(draft), test=splits["test"])
     with pytest.raises(DsparkError, match="missing"):
         runs.judge(tmp_path, "none", str(draft), **splits, against=str(tmp_path / "missing"))
+    with pytest.raises(DsparkError, match="nowhere"):
+        runs.judge(tmp_path, "none", str(draft), test=splits["test"], predict=str(tmp_path / "nowhere"))
+    assert not (tmp_path / "none" / "report").exists()
     with pytest.raises(DsparkError, match="replicates >= 1"):
         ReportOptions(replicates=0)
 
