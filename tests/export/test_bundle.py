@@ -18,7 +18,8 @@ from dspark.export.bundle import (
     save_bundle,
     write_calibration,
 )
-from dspark.slot_maps import SlotMap, of_temperatures
+from dspark.sealed import sealed
+from dspark.slot_maps import CALIBRATION_FORMAT, SlotMap, of_temperatures
 
 
 @pytest.fixture
@@ -192,6 +193,8 @@ def test_a_bundle_from_before_a_field_existed_is_the_same_bundle(tmp_path, draft
 
 def test_a_calibration_without_maps_is_named(saved):
     identity = json.loads((saved / "manifest.json").read_text())["drafter_hash"]
-    (saved / "calibration.json").write_text(json.dumps({"drafter_hash": identity}))
+    (saved / "calibration.json").write_text(
+        json.dumps(sealed({"format": CALIBRATION_FORMAT, "drafter_hash": identity, "data_hash": ""}))
+    )
     with pytest.raises(DsparkError, match="a list of maps"):
         load_bundle(saved)

@@ -151,7 +151,7 @@ def test_a_head_that_reads_the_law_starts_from_it_and_learns(
 ) -> None:
     """At first it says what the draft's law does: all drafts of these rounds but the wrong ones have its odds. After
     training its checkpoint stands for itself."""
-    module, data = make(draft, with_law=True), rounds(data_dir)
+    module, data = make(draft, with_law=True, reset_head=True), rounds(data_dir)
     module.setup("predict")
     module.eval()
     for batch in data.predict_dataloader():
