@@ -44,7 +44,7 @@ VERBS: dict[str, Verb] = {
     "validate": Verb("dspark.lightning_cli", "a recipe's losses and metrics on its validation data", recipe=True),
     "test": Verb("dspark.lightning_cli", "a recipe's report on its test data", recipe=True),
     "predict": Verb("dspark.lightning_cli", "a recipe's predictions, one record per block", recipe=True),
-    "calibrate": Verb("dspark.commands.calibrate", "fit a temperature per slot, so that confidences can be trusted"),
+    "calibrate": Verb("dspark.commands.calibrate", "fit a map per slot, so that confidences can be trusted"),
     "export": Verb("dspark.commands.export", "write a draft model as a bundle, after proving it drafts as it trained"),
     "rollout": Verb("dspark.commands.rollout", "speculative rollouts as trajectories with a manifest"),
     "replay": Verb("dspark.commands.replay", "regenerate trajectories and compare them bit for bit"),
