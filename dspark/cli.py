@@ -48,7 +48,7 @@ VERBS: dict[str, Verb] = {
     "export": Verb("dspark.commands.export", "write a draft model as a bundle, after proving it drafts as it trained"),
     "rollout": Verb("dspark.commands.rollout", "speculative rollouts as trajectories with a manifest"),
     "replay": Verb("dspark.commands.replay", "regenerate trajectories and compare them bit for bit"),
-    "report": Verb("dspark.commands.report", "acceptance, calibration and speed of a draft model on a test split"),
+    "report": Verb("dspark.commands.report", "acceptance and calibration of a draft model on a test split"),
     "compare": Verb("dspark.commands.compare", "draft models side by side: tau, its ratio, acceptance by slot"),
     "ablate": Verb("dspark.commands.ablate", "variants of one recipe, trained for equal time and compared"),
     "bench": Verb("dspark.commands.bench", "measure invariance and its cost, and a training step, against plain torch"),

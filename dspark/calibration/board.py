@@ -12,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dspark.calibration.events import ALL
 from dspark.calibration.scores import METRICS
+from dspark.contracts import DsparkError
 
 _LAWS = {"cumulative": "survival", "conditional": "conditional"}
 
@@ -19,8 +20,17 @@ _LAWS = {"cumulative": "survival", "conditional": "conditional"}
 def write_board(data: dict[str, Any], pictures: Sequence[tuple[str, bytes]], directory: str | Path) -> None:
     """Writes one event file into `directory`: `calibration_survival_by_slot/ece_head_calibrated` and the like.
 
-    data: report.json's content. pictures: (name, PNG bytes).
+    data: report.json's content. pictures: (name, PNG bytes). Raises DsparkError when the place cannot be written.
     """
+    try:
+        _write(data, pictures, directory)
+    except (OSError, ValueError) as error:
+        raise DsparkError(
+            f"{directory}: expected a place for TensorBoard's files, but got: {error}. Give another, or none."
+        ) from error
+
+
+def _write(data: dict[str, Any], pictures: Sequence[tuple[str, bytes]], directory: str | Path) -> None:
     with SummaryWriter(str(directory)) as writer:
         for row in data["rows"]:
             where = f"calibration_{_LAWS[row['law']]}"

@@ -24,6 +24,7 @@ from dspark.calibration.measures import (
 )
 
 REPLICATES = 500
+LEAST, MOST = 40, 100_000  # replicates: fewer have no 2.5 % to cut off
 MAX_CLUSTERS = 1000  # more conversations are joined into this many clusters: still independent, and the cost is bounded
 _AUROC_GROUPS = 64  # equal-mass score groups; the interval's width is in the third digit, the point value is exact
 

@@ -164,9 +164,9 @@ def _drift(data: dict[str, Any]) -> list[str]:
         else ("Another draft model than then: each report's own calibration.")
     )
     caption = (
-        f"{which} Gap: predicted minus observed survival, with the bootstrap interval of its move. ECE: chance holds "
-        "95 % of the moves when the conversations of both are dealt out anew. Moved: the one leaves out 0, or the "
-        "ECE's move lies outside of the other."
+        f"{data['drift']['verdict']} {which} Gap: predicted minus observed survival, with the bootstrap interval of "
+        "its move. ECE: chance holds 95 % of the moves when the conversations of both are dealt out anew. Moved: "
+        "beyond what the largest of all these moves reaches by chance in one report of twenty."
     )
     table = f"<div class='scroll'><table>{''.join(lines)}</table></div>"
     return ["<h2>Drift since the older report</h2>", table, f'<p class="small">{caption}</p>']

@@ -38,8 +38,7 @@ class _SlotMetric(Metric):
         self.num_domains, self.num_bins = num_domains, num_bins
         bins = torch.arange(1, num_bins, dtype=torch.float64) / num_bins
         fine = torch.linspace(-16, 16, _FINE, dtype=torch.float64).sigmoid()
-        self.edges: Tensor
-        self.register_buffer("edges", torch.cat([bins, fine]).unique(), persistent=False)
+        self.edges = torch.cat([bins, fine]).unique()  # no buffer: a module cast to half precision must not touch it
         self.sums: Tensor
         shape = (5, max(num_domains, 1), num_slots, len(self.edges) + 1)
         self.add_state("sums", torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
@@ -53,10 +52,22 @@ class _SlotMetric(Metric):
             given = "no domain" if domain is None else "a domain per round"
             raise DsparkError(f"metric: expected domains as it was made for them, but got {given}. Set num_domains.")
         where = torch.zeros(len(labels), dtype=torch.int64, device=labels.device) if domain is None else domain
+        if where.shape != labels.shape[:1] or where.is_floating_point():
+            got = f"{where.dtype} {tuple(where.shape)}"
+            raise DsparkError(f"metric: expected an int64 domain per round [{len(labels)}], but got {got}.")
         if len(where) and not 0 <= int(where.min()) <= int(where.max()) < max(self.num_domains, 1):
             raise DsparkError(f"metric: expected domains below {self.num_domains}, but got {int(where.max())}.")
         for chunk in zip(*(t.split(_ROUNDS) for t in (probabilities, labels, observed, where)), strict=True):
             self._add(*chunk)
+
+    def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
+        """Moves to other devices; the sums stay fp64 whatever the module around them is cast to."""
+        sums, default = self.sums, self._defaults["sums"]
+        super()._apply(fn, *args, **options)
+        self.sums = sums.to(self.sums.device)
+        if isinstance(default, Tensor):
+            self._defaults["sums"] = default.to(self.sums.device)
+        return self
 
     def _check(self, probabilities: Tensor, labels: Tensor, observed: Tensor) -> None:
         wanted, got = (len(labels), self.sums.shape[2]), [tuple(t.shape) for t in (probabilities, labels, observed)]
@@ -76,7 +87,7 @@ class _SlotMetric(Metric):
         seen = observed.flatten().nonzero().squeeze(-1)
         cell = (domain[:, None] * slots + torch.arange(slots, device=domain.device)).flatten()[seen]
         p, y = (values.detach().flatten()[seen].double() for values in (probabilities, labels))
-        group = cell * groups + torch.bucketize(p, self.edges, right=True)
+        group = cell * groups + torch.bucketize(p, self.edges.to(p.device), right=True)
         added = grouped_sums(group, domains * slots * groups, p, y, brier(p, y), nll(p, y))
         self.sums += added.view_as(self.sums)
 

@@ -24,15 +24,25 @@ def fit_platt(events: Events, num_bins: int) -> tuple[SlotMap, ...]:
 
 
 def _fit(z: Tensor, y: Tensor) -> SlotMap:
-    """z, y [n] fp64."""
+    """z, y [n] fp64. In units of z's own spread, from slope 0: a sigmoid that is saturated everywhere has no slope to
+    follow. Never a worse likelihood than the map that was there."""
     positives, negatives = float(y.sum()), float((1 - y).sum())
     target = torch.where(y > 0.5, (positives + 1) / (positives + 2), 1 / (negatives + 2))
-    inputs = torch.stack([z, torch.ones_like(z)], dim=1)
-    found = _newton(inputs, target, torch.tensor([1.0, 0.0], dtype=torch.float64))
-    slope = float(found[0].clamp(1 / _LIMIT, _LIMIT))
-    if slope != float(found[0]):  # the best shift at the limit
-        found = torch.tensor([slope, float(_newton(inputs[:, 1:], target, torch.zeros(1).double(), slope * z)[0])])
-    return SlotMap(1.0 / slope, float(found[1]))
+    middle, spread = float(z.mean()), float(z.std(correction=0).clamp_min(1e-6))
+    scaled = (z - middle) / spread
+    start = torch.tensor([0.0, float(torch.logit(target.mean()))], dtype=torch.float64)
+    found = _newton(torch.stack([scaled, torch.ones_like(z)], dim=1), target, start)
+    slope = min(max(float(found[0]) / spread, 1 / _LIMIT), _LIMIT)
+    shift = float(found[1]) - middle * float(found[0]) / spread
+    if slope * spread != float(found[0]):  # at a limit: the best shift there
+        only = _newton(torch.ones_like(z)[:, None], target, start[1:], slope * (z - middle))
+        shift = float(only[0]) - slope * middle
+    fitted = SlotMap(1.0 / slope, shift)
+    return fitted if _loss(slope * z + shift, target) < _loss(z, target) else SlotMap()
+
+
+def _loss(score: Tensor, target: Tensor) -> float:
+    return float((torch.nn.functional.softplus(score) - target * score).mean())
 
 
 def _newton(inputs: Tensor, target: Tensor, start: Tensor, offset: Tensor | float = 0.0) -> Tensor:

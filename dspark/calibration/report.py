@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from dspark.calibration import bootstrap, figures
 from dspark.calibration.board import write_board
 from dspark.calibration.choices import domain_shift, threshold_sweep
-from dspark.calibration.drift import compare, conversation_sums, refuse_other_slots
+from dspark.calibration.drift import compare, conversation_sums, refuse_other_slots, verdict
 from dspark.calibration.events import ALL, Events
 from dspark.calibration.html import render
 from dspark.calibration.measures import DEFAULT_BINS
@@ -33,6 +33,7 @@ _SWEEP = (
     "that were verified whole."
 )
 FORMAT = "dspark-calibration-report/2"
+PICTURES = ("overview", "reliability-survival", "reliability-conditional", "thresholds")
 _AGAIN = "Make the report again: lightning test recipes/confidence.yaml, or dspark report."
 
 
@@ -73,21 +74,37 @@ def build_report(
     calibration has another number of slots or was fitted on other events, `extra` is not JSON, or the folder cannot be
     written.
     """
+    if not bootstrap.LEAST <= replicates <= bootstrap.MOST:
+        wanted = f"{bootstrap.LEAST} to {bootstrap.MOST} bootstrap replicates"
+        raise DsparkError(f"calibration report: expected {wanted}, but got {replicates}.")
     out_dir = Path(out_dir)
     data = _data(events_test, calibration, events_calibration, title, _plain(extra or {}), replicates, key)
     if against is not None:
-        data["drift"] = _drift(against, events_test, calibration, replicates, key)
+        data["drift"] = _drift(against, events_test, calibration, data["extra"], replicates, key)
+        data["headline"] += f" {data['drift']['verdict']}"
     data = sealed(data)
     drawn = _figures(data)
     pictures = [(heading, caption, figures.png(figure)) for _, heading, caption, figure in drawn]
+    _clear(out_dir)
     for (name, *_), (_, _, picture) in zip(drawn, pictures, strict=True):
         atomic_write(out_dir / f"{name}.png", picture)
     atomic_write(out_dir / "report.html", render(data, pictures))
-    atomic_write(out_dir / "report.json", json.dumps(data, indent=1, allow_nan=False) + "\n")
     if tensorboard_dir is not None:
         named = [(name, picture) for (name, *_), (_, _, picture) in zip(drawn, pictures, strict=True)]
         write_board(data, named, tensorboard_dir)
+    atomic_write(out_dir / "report.json", json.dumps(data, indent=1, allow_nan=False) + "\n")
     return Report(data, out_dir)
+
+
+def _clear(folder: Path) -> None:
+    """Takes an earlier report away, its numbers first: one that is cut off leaves none, and not two halves."""
+    for name in ("report.json", "report.html", *(f"{picture}.png" for picture in PICTURES)):
+        try:
+            (folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise DsparkError(
+                f"{folder / name}: expected a place for a report, but got: {error.strerror or error}."
+            ) from error
 
 
 def load_report(directory: str | Path) -> Report:
@@ -154,7 +171,7 @@ def refuse_other_events(calibration: Calibration, fitted_on: Events) -> None:
 
 
 def _drift(
-    older: dict[str, Any], events: Events, calibration: Calibration, replicates: int, key: int
+    older: dict[str, Any], events: Events, calibration: Calibration, extra: dict[str, Any], replicates: int, key: int
 ) -> dict[str, Any]:
     """The older calibration on the rounds of now where it is of the same draft model: a calibration fitted anew would
     hide the drift. Else each report's own."""
@@ -163,7 +180,10 @@ def _drift(
     same = before.drafter_hash == calibration.drafter_hash
     now = conversation_sums(events, (before if same else calibration).maps)
     rows = compare(older["conversations"], now, events.num_slots, replicates, key)
-    return {"against": older["data_hash"], "same_draft_model": same, "rows": _rounded(rows)}
+    alone = sorted(set(now["domains"]) ^ set(older["conversations"]["domains"]))
+    sampled = [older["extra"].get("sampled"), extra.get("sampled")]
+    return {"against": older["data_hash"], "same_draft_model": same, "sampled": sampled, "left_out": alone,
+            "verdict": verdict(rows), "rows": _rounded(rows)}  # fmt: skip
 
 
 def _domain_facts(events: Events) -> dict[str, Any]:
@@ -171,6 +191,7 @@ def _domain_facts(events: Events) -> dict[str, Any]:
     mean = float(whole.mean()) if len(whole) else None
     return {
         "rounds": events.num_events,
+        "whole_rounds": len(whole),
         "conversations": len(set(zip(events.domain, events.conversation, strict=True))),
         "accepted_drafts_per_round": mean,
         "tokens_per_round": None if mean is None else 1 + mean,
@@ -215,7 +236,8 @@ def _figures(data: dict[str, Any]) -> list[tuple[str, str, str, Figure]]:
     bars = "Bars: 95 % binomial error per bin; larger marks hold more rounds. Below: where the predictions lie."
     overview = figures.overview(data["rows"], data["num_slots"])
     caption = (
-        "Survival of slot k: the first k drafts are all accepted. Bars: 95 % bootstrap intervals over conversations. A "
+        "Survival of slot k: the first k drafts are all accepted. Bars: 95 % bootstrap intervals over conversations "
+        "(an ECE's reaches down: it is too high by its noise). A "
         "position prior is calibrated by construction but ranks nothing; the head earns its place in NLL and AUROC."
     )
     diagrams = {law: figures.reliability_diagram(data["reliability"][law], law) for law in LAWS}

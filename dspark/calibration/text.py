@@ -25,12 +25,12 @@ def table_lines(data: dict[str, Any]) -> list[str]:
     maps = read_maps(data["calibration"]["maps"])
     temperatures = ["-" if m.knots else f"{m.temperature:.2f}" for m in maps] + [""]
     domains = [d for d in data["domains"] if d != ALL]
+    shown = _names(domains)
     counts = data["domains"][ALL]
     lines = [
         data["title"][:_WIDTH],
-        f"{counts['rounds']} rounds of {counts['conversations']} conversations; per round "
-        f"{_number(counts['accepted_drafts_per_round'], 2)} accepted drafts, "
-        f"{_number(counts['tokens_per_round'], 2)} tokens",
+        f"{counts['rounds']} rounds, {counts['conversations']} conversations; in {counts['whole_rounds']} whole rounds "
+        f"{_number(counts['accepted_drafts_per_round'], 2)} accepted drafts each",
         "",
         "Survival of the draft prefix, ECE in %",
         f"{'slot':>6}{_HEADER}",
@@ -38,10 +38,20 @@ def table_lines(data: dict[str, Any]) -> list[str]:
     lines += [_line(f"{s:>6}", t, cells, ALL, s) for s, t in zip(slots, temperatures, strict=True)]
     if domains:
         lines += ["", f"{'domain':<13}{_HEADER[7:]}"]
-        lines += [_line(f"{d[:12]:<12}", None, cells, d, "mean") for d in domains]
+        lines += [_line(f"{shown[d]:<12}", None, cells, d, "mean") for d in domains]
     lines += ["", *_estimator_lines(cells), "", *_shift_lines(data), *_sweep_lines(data), *drift_lines(data)]
     lines += [wrapped for note in data["notes"] for wrapped in _wrapped(note, "- ")]
     return [line.rstrip() for line in lines]
+
+
+def _names(domains: list[str], width: int = 12) -> dict[str, str]:
+    """For a terminal: without control characters; a long one keeps its beginning and its end."""
+    found = {}
+    for domain in domains:
+        plain = "".join(c if c.isprintable() else "?" for c in domain)
+        half = width // 2
+        found[domain] = plain if len(plain) <= width else f"{plain[:half]}…{plain[half + 1 - width :]}"
+    return found
 
 
 def _line(label: str, temperature: str | None, cells: dict[Any, Any], domain: str, slot: Any) -> str:
@@ -78,7 +88,7 @@ def _shift_lines(data: dict[str, Any]) -> list[str]:
     for domain in dict.fromkeys(r["domain"] for r in rows):
         found = {r["estimator"]: r for r in rows if r["domain"] == domain}
         spans = [f"{percent(found[n]['ece'])} {_span(found[n])}" for n in ("others", "all")]
-        lines.append(f"{domain[:12]:<13}{percent(found['none']['ece']):>9}{spans[0]:>32}{spans[1]:>22}")
+        lines.append(f"{_names([domain])[domain]:<13}{percent(found['none']['ece']):>9}{spans[0]:>32}{spans[1]:>22}")
     return [*lines, ""]
 
 
@@ -100,16 +110,22 @@ def drift_lines(data: dict[str, Any]) -> list[str]:
     own = "" if data["drift"]["same_draft_model"] else "; another draft model, so with its own calibration"
     lines = _wrapped(
         "Drift since the older report: predicted minus observed survival, and ECE in %, of the older calibration on "
-        f"the rounds of now{own}. *: moved beyond chance."
+        f"the rounds of now{own}. *: moved, by one test of the whole table."
     )
-    lines.append(f"{'domain':<11}{'slot':>5}{'gap':>8}{'now':>8}{'moved':>22}{'ECE':>7}{'now':>6}")
+    lines.append(f"{'domain':<11}{'slot':>5}{'gap':>8}{'now':>8}{'moved':>25}{'ECE':>7}{'now':>6}")
     for row in data["drift"]["rows"]:
         gaps = "".join(f"{_number(v):>8}" for v in row["gap"])
         span = row["gap_interval"]
-        moved = "-" if span is None else f"{row['gap_moved']:+.3f} [{span[0]:+.2f}, {span[1]:+.2f}]"
+        moved = "-" if span is None else f"{row['gap_moved']:+.3f} [{span[0]:+.3f}, {span[1]:+.3f}]"
         errors = f"{percent(row['ece'][0]):>7}{percent(row['ece'][1]):>6}"
         star = "  *" if row["moved"] else ""
-        lines.append(f"{row['domain'][:10]:<11}{row['slot']:>5}{gaps}{moved:>22}{errors}{star}")
+        lines.append(f"{_names([row['domain']], 10)[row['domain']]:<11}{row['slot']:>5}{gaps}{moved:>25}{errors}{star}")
+    then, now = data["drift"]["sampled"]
+    if then != now:
+        lines += _wrapped(f"Sampled then with {then or 'unknown settings'}, now with {now or 'unknown settings'}.")
+    lines += _wrapped(data["drift"]["verdict"])
+    if alone := data["drift"]["left_out"]:
+        lines += _wrapped(f"Left out, for only one of the reports has them: {', '.join(_names(alone).values())}.")
     return [*lines, ""]
 
 

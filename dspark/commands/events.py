@@ -23,6 +23,7 @@ def gather_events(
     module.setup("predict")
     module.eval()
     data = RoundsDataModule(predict=rollouts)
+    module.check_rounds(data, "predict")
     batches = tqdm(data.predict_dataloader(), desc="confidence", leave=False, disable=quiet)
     parts = (module.predict_step(batch, i) for i, batch in enumerate(batches))
     events = events_of(part for part in parts if part is not None)

@@ -19,6 +19,7 @@ from dspark.commands.calibrate import add_event_arguments
 from dspark.commands.events import gather_events
 from dspark.rollouts.store import read_rounds, read_trajectories
 from dspark.runner.acceptance import Acceptance, Drafted, by_domain
+from dspark.training.sources import sampled_as
 
 EXAMPLES = """
 examples:
@@ -32,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_event_arguments(parser)
     parser.add_argument("--calibration", required=True, help="what `dspark calibrate` wrote for these weights")
     parser.add_argument(
-        "--fitted-on", nargs="*", default=[], help="rollouts of the calibration split: for the position prior"
+        "--fitted-on",
+        nargs="*",
+        default=[],
+        help="rollouts of the calibration split: for baselines, other methods, shift",
     )
     parser.add_argument("--against", default="", help="an older report.json (or its folder): has calibration moved?")
     parser.add_argument("--tensorboard", default="tb_logs/report", help="TensorBoard folder; '' for none")
@@ -49,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"acceptance": plain(accepted), "calibration": report.data}))
         return 0
-    print(acceptance_table(accepted) + "\n\n" + format_table(report) + f"\n\nwritten to {args.out}/report.html")
+    print(acceptance_table(accepted) + "\n\n" + format_table(report) + f"\nwritten to {args.out}/report.html")
     return 0
 
 
@@ -71,7 +75,7 @@ def make_report(
     fitted = Calibration.load(calibration, identity, events.num_slots)
     earlier = gather_events(drafter, fitted_on, target, dtype, quiet)[0] if fitted_on else None
     accepted = rollout_acceptance(rollouts)
-    extra = {"drafter": str(drafter), "rollouts": rollouts, "target": target, "acceptance": plain(accepted)}
+    extra = {"drafter": str(drafter), "rollouts": rollouts, "target": target, "sampled": sampled_as(rollouts)}
     report = build_report(
         events, fitted, Path(out), extra=extra, events_calibration=earlier, against=older, tensorboard_dir=tensorboard
     )

@@ -59,6 +59,7 @@ class Loaded:
             target=self.target.fingerprint,
             drafter=bundle.hash if bundle else None,
             calibration=_calibration_hash(bundle),
+            draft_layers=bundle.layers if bundle else None,
             tokenizer=self.tokenizer_hash,
             verifier=verifier,
             dtype=self.dtype,

@@ -17,7 +17,7 @@ from typing import Any
 
 from dspark.contracts import DsparkError
 from dspark.drafter.config import DrafterConfig
-from dspark.drafter.identity import drafter_hash, identity_hash, tensor_hashes
+from dspark.drafter.identity import drafter_hash, identity_hash, layers_hash, tensor_hashes
 from dspark.drafter.model import Drafter
 from dspark.export.gate import check_parity
 from dspark.export.tensors import (
@@ -45,7 +45,8 @@ CONFIG, WEIGHTS, MANIFEST, CALIBRATION = "config.json", "model.safetensors", "ma
 @dataclass(frozen=True, slots=True)
 class Bundle:
     """A loaded draft model, in eval mode, not yet bound to a target. calibration: calibration.json's content, already
-    applied to the confidence head. hash: of config and tensors (``drafter_hash``)."""
+    applied to the confidence head. hash: of config and tensors (``drafter_hash``); layers: of those that decide on the
+    drafts (``layers_hash``)."""
 
     path: Path
     config: DrafterConfig
@@ -53,6 +54,7 @@ class Bundle:
     calibration: dict[str, Any] | None
     meta: dict[str, Any]
     hash: str
+    layers: str
 
 
 def save_bundle(directory: str | Path, drafter: Drafter, meta: dict[str, Any] | None = None) -> str:
@@ -89,7 +91,8 @@ def load_bundle(directory: str | Path) -> Bundle:
     drafter, manifest = _load(directory)
     identity = manifest["drafter_hash"]
     calibration = _read_calibration(directory, drafter, identity)
-    return Bundle(directory, drafter.config, drafter.eval(), calibration, manifest["meta"], identity)
+    layers = layers_hash(drafter.config, manifest["tensors"])
+    return Bundle(directory, drafter.config, drafter.eval(), calibration, manifest["meta"], identity, layers)
 
 
 def write_calibration(directory: str | Path, maps: Sequence[SlotMap], data_hash: str, **extra: Any) -> None:

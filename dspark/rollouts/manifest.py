@@ -31,7 +31,9 @@ FORMAT, VERSION = "dspark-rollouts", 1
 FACTS = ("target", "drafter", "calibration", "tokenizer", "verifier", "dtype", "device", "kernels", "threads")
 # May change when a run is resumed: paths (the hashes count, not the places) and what the reproducibility contract says
 # has no influence on the results.
-_FREE = frozenset({"threads", "batch_size", "config.prompts", "config.target", "config.drafter", "config.out"})
+_FREE = frozenset(
+    {"threads", "batch_size", "draft_layers", "config.prompts", "config.target", "config.drafter", "config.out"}
+)  # draft_layers: a part of `drafter`
 
 
 def run_facts(
@@ -45,10 +47,12 @@ def run_facts(
     device: str,
     kernels: dict[str, Any] | str,
     threads: int,
+    draft_layers: str | None = None,
 ) -> dict[str, Any]:
     """What made a run, for collect's manifest_base and replay's `running`.
 
-    target, drafter, calibration, tokenizer: sha256 of each (None = not used). dtype and device: "bfloat16",
+    target, drafter, calibration, tokenizer: sha256 of each (None = not used); draft_layers: of the draft model without
+    its confidence head. dtype and device: "bfloat16",
     "cpu". kernels: the ops' fingerprint. Versions and the noise scheme are added here.
     """
     given = dict(locals())

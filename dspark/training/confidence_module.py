@@ -20,7 +20,7 @@ from torch import Tensor
 from dspark.calibration.events import Events
 from dspark.calibration.report import format_table
 from dspark.contracts import DsparkError
-from dspark.drafter.identity import drafter_hash
+from dspark.drafter.identity import drafter_hash, layers_hash, tensor_hashes
 from dspark.drafter.model import Drafter
 from dspark.training import losses
 from dspark.training.adopt import refuse_other_shape, saved_config, tell_adopted
@@ -40,6 +40,7 @@ from dspark.training.labels import acceptance, laws_at, observed_events
 from dspark.training.optim import make_optimizer
 from dspark.training.options import OptimizerOptions, ReportOptions, as_options, plain
 from dspark.training.ranges import POSITIVE, check
+from dspark.training.sources import sampled_as
 from dspark.training.watch import Watch
 
 
@@ -264,9 +265,21 @@ class ConfidenceModule(FrozenTargetModule):
                 "test: expected rounds to calibrate on in data.predict, but got none. Give "
                 "--data.init_args.predict='[FOLDER]' (another split than data.test)."
             )
-        data.refuse_foreign("predict", self.target.vocab_size, self.target.config.max_position_embeddings)
+        for split in ("test", "predict"):
+            self.check_rounds(data, split)
         self._older = older_report(self.report, self.drafter.config.num_predictions)
         self.tested: list[dict[str, Any]] = []
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        for split in ("train", "val"):
+            self.check_rounds(self._data(), split)
+
+    def check_rounds(self, data: RoundsDataModule, split: str) -> None:
+        """Raises DsparkError for rounds that are not this target's, or not this draft model's."""
+        data.refuse_foreign(split, self.target.vocab_size, self.target.config.max_position_embeddings)
+        layers = layers_hash(self.drafter.config, tensor_hashes(self.drafter.state_dict()))
+        data.refuse_other_drafts(split, layers, self.source)
 
     def on_test_epoch_start(self) -> None:
         self._watch("test")
@@ -290,7 +303,8 @@ class ConfidenceModule(FrozenTargetModule):
         folder = Path(self.report.out or Path(self.trainer.default_root_dir) / "report")
         paths = self._data().paths
         facts = {"checkpoint": str(self.trainer.ckpt_path or self.source), "target": self.target_source,
-                 "labels": self.label_kind, "calibrated on": paths["predict"], "tested on": paths["test"]}  # fmt: skip
+                 "labels": self.label_kind, "calibrated on": paths["predict"], "tested on": paths["test"],
+                 "sampled": sampled_as(paths["test"])}  # fmt: skip
         logs = next((logger.log_dir for logger in self.trainer.loggers if isinstance(logger, TensorBoardLogger)), None)
         board = None if logs is None else Path(logs) / "report"
         identity = drafter_hash(self.drafter)

@@ -53,17 +53,20 @@ def gathered(parts: list[dict[str, Any]], world_size: int) -> list[dict[str, Any
 
 
 def on_first_rank(trainer: Trainer, work: Callable[[], None]) -> None:
-    """Work of the first rank. Its DsparkError is raised on every rank: nobody waits for one that has stopped."""
-    failed: list[str] = [""]
+    """Work of the first rank. When it fails every rank does: nobody waits for one that has stopped."""
+    failed: Exception | None = None
     if trainer.is_global_zero:
         try:
             work()
-        except DsparkError as error:
-            failed = [str(error)]
+        except Exception as error:  # whatever it is, the others must know
+            failed = error
+    told = [str(failed) if failed else ""]
     if trainer.world_size > 1:
-        distributed.broadcast_object_list(failed)
-    if failed[0]:
-        raise DsparkError(failed[0])
+        distributed.broadcast_object_list(told)
+    if failed:
+        raise failed
+    if told[0]:
+        raise DsparkError(f"the first process failed: {told[0]}")
 
 
 def older_report(options: ReportOptions, slots: int) -> dict[str, Any] | None:
@@ -91,8 +94,9 @@ def confidence_report(
 ) -> Report:  # fmt: skip
     """Fits, writes calibration.json and the report into the folder."""
     fitted = fit(fitted_on, drafter_hash, options.method)
-    fitted.save(folder / CALIBRATION)
-    return build_report(
+    report = build_report(
         tested, fitted, folder, extra=extra, events_calibration=fitted_on, against=older, tensorboard_dir=board,
         replicates=options.replicates,
     )  # fmt: skip
+    fitted.save(folder / CALIBRATION)
+    return report

@@ -14,11 +14,12 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
+from dspark.calibration.events import ALL
 from dspark.contracts import DsparkError, Round
 from dspark.target.load import load_tokenizer
 from dspark.training.batches import BatchPlan, BatchStream, RoundBatch, SequenceBatch, TrainStream, generator, pack
 from dspark.training.labels import anchor_candidates
-from dspark.training.sources import Sample, drafted_ids, read_samples, refuse_foreign
+from dspark.training.sources import Sample, drafted_by, drafted_ids, read_samples, refuse_foreign
 
 NOTHING_TO_PREDICT = (
     "predict: expected observed rounds, which recipes/confidence.yaml reads, but this recipe trains the draft model. "
@@ -211,6 +212,21 @@ class TrajectoryDataModule(_SplitDataModule):
         return [s.ids for s in self.samples("train")]
 
 
+def _refuse_twice(samples: list[Sample]) -> None:
+    """The same rounds twice would count as twice the evidence. One name with other tokens is another seed's."""
+    seen: set[tuple[str, bytes]] = set()
+    for sample in samples:
+        key = (sample.sample_id, sample.ids.numpy().tobytes())
+        if key in seen:
+            raise DsparkError(
+                f"data: expected every trajectory once, but {sample.sample_id} occurs twice. Give each folder once, "
+                "and no copies."
+            )
+        seen.add(key)
+    if any(sample.domain == ALL for sample in samples):
+        raise DsparkError(f"data: expected any domain but {ALL!r}, which stands for all. Rename it in the prompts.")
+
+
 class RoundsDataModule(_SplitDataModule):
     """Observed draft-verify rounds to train, test and calibrate the confidence head on; untruncated rounds only.
 
@@ -236,7 +252,18 @@ class RoundsDataModule(_SplitDataModule):
     ):
         super().__init__(train or [], val or [], test or [], predict or [], token_budget, seed, None)
 
+    def refuse_other_drafts(self, split: str, layers: str, source: str) -> None:
+        """Raises DsparkError for rounds that another draft model has drafted. layers: of this one, layers_hash."""
+        for path in self.paths[split]:
+            if (found := drafted_by(path)) not in (None, layers):
+                raise DsparkError(
+                    f"{path}: expected rounds that {source} has drafted ({layers[:12]}), but got another draft model's "
+                    f"({str(found)[:12]}): what became of its drafts says nothing about this one's. Roll out with "
+                    "this one."
+                )
+
     def _usable(self, split: str, samples: list[Sample]) -> list[Sample]:
+        _refuse_twice(samples)
         kept = [s for s in samples if uncensored(s)]
         if not kept:
             raise DsparkError(

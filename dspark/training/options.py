@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
+from dspark.calibration.bootstrap import LEAST, MOST
 from dspark.contracts import DsparkError
 from dspark.scorecard.setting import Setting
 from dspark.training.labels import LABELS, AnalyticLabel
@@ -223,8 +224,8 @@ class ReportOptions:
     out: str = ""
 
     def __post_init__(self) -> None:
-        if self.replicates < 1:
-            raise DsparkError(f"report: expected replicates >= 1, but got {self.replicates}.")
+        if not LEAST <= self.replicates <= MOST:
+            raise DsparkError(f"report: expected replicates from {LEAST} to {MOST}, but got {self.replicates}.")
 
 
 @dataclass(kw_only=True)

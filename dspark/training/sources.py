@@ -92,6 +92,25 @@ def refuse_foreign(name: str, ids: Tensor, vocab_size: int, longest: int) -> Non
         )
 
 
+def drafted_by(path: str) -> str | None:
+    """Hash of the layers that drafted a folder's rounds; None where its manifest does not say."""
+    manifest = read_json(Path(path) / "manifest.json", "trajectory manifest")
+    run = manifest.get("run") if isinstance(manifest, dict) else None
+    return run.get("draft_layers") if isinstance(run, dict) else None
+
+
+def sampled_as(paths: Iterable[str]) -> str | None:
+    """How the rollouts of these folders were sampled, for people; None where no manifest says."""
+    found = []
+    for path in paths:
+        manifest = read_json(Path(path) / "manifest.json", "trajectory manifest")
+        config = manifest.get("run", {}).get("config", {}) if isinstance(manifest, dict) else {}
+        if isinstance(config, dict) and "temperature" in config:
+            names = ("temperature", "top_p", "top_k", "min_p", "verifier")
+            found.append(", ".join(f"{name} {config.get(name)}" for name in names))
+    return "; ".join(dict.fromkeys(found)) or None
+
+
 def drafted_ids(sample: Sample) -> Tensor:
     """The ids that a draft model proposed in the sample's rounds, [N] int64."""
     return torch.tensor([i for r in sample.rounds for i in r.drafted], dtype=torch.int64)
@@ -135,7 +154,20 @@ def _directory(path: Path, with_rounds: bool) -> Iterable[Sample]:
         stops = tuple(json.loads(row["sampling"] or "{}").get("stop_ids", ()))
         ids = torch.tensor([*prompt, *response], dtype=torch.int64)
         key = row["trajectory_id"]
+        for r in rounds.get(key, ()):
+            _check_round(path, key, r, ids)
         yield Sample(key, row["prompt_id"], row["domain"] or "", ids, mask, stops, rounds.get(key, ()))
+
+
+def _check_round(path: Path, name: str, r: Round, ids: Tensor) -> None:
+    """Raises DsparkError for a round that this sequence cannot have had."""
+    first, last = r.anchor + 1, r.anchor + r.accepted
+    inside = 0 <= r.anchor < len(ids) - 1 and 0 <= r.accepted <= r.verified <= len(r.drafted) and last < len(ids)
+    if not inside or ids[first : last + 1].tolist() != list(r.drafted[: r.accepted]):
+        raise DsparkError(
+            f"{path}: expected rounds whose accepted drafts are the sequence's own tokens, but got anchor {r.anchor}, "
+            f"{r.accepted} of {len(r.drafted)} accepted in {name}. Rounds and trajectories are not of one run."
+        )
 
 
 def _read_rounds(path: Path) -> dict[str, tuple[Round, ...]]:

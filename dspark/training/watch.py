@@ -10,6 +10,7 @@ from torchmetrics import MetricCollection
 
 from dspark import probability
 from dspark.calibration.metrics import slot_metrics
+from dspark.contracts import DsparkError
 from dspark.training.labels import observed_events
 
 LAWS = ("survival", "conditional")
@@ -31,6 +32,10 @@ class Watch(nn.Module):
         The conditional law is judged on the labels, those the head learns from; the survival on what the verifier did.
         A round of which nothing is observed counts in neither.
         """
+        if not bool(torch.isfinite(rates).all()):
+            raise DsparkError(
+                "confidence: expected finite confidences, but the head says NaN: it diverged. Lower optimizer.lr."
+            )
         where = torch.tensor([self.domains.index(name) for name in domain], dtype=torch.int64)
         self._law("conditional").update(rates, labels, observed, where)
         slots = rates.shape[1]

@@ -114,6 +114,32 @@ def test_a_head_that_did_not_move_is_seldom_said_to_have(heads, sizes: tuple[int
     assert false <= 9
 
 
+def test_of_reports_in_which_nothing_moved_one_in_twenty_marks_anything(heads) -> None:
+    """One test for the whole table: 4 slots' rows times 4 domains times two measures, 40 pairs of reports."""
+    alarms = 0
+    for trial in range(40):
+        sides = [heads.synthetic_head(n, scale=1.5, seed=1000 * i + trial, conversations=n // 8)
+                 for i, n in enumerate((600, 300))]  # fmt: skip
+        old, new = (conversation_sums(side, identity(3)) for side in sides)
+        alarms += any(row["moved"] for row in compare(old, new, 3, 100, trial))
+    assert alarms <= 7
+
+
+def test_only_domains_of_both_reports_are_compared(heads, tmp_path) -> None:
+    """Else `all` would call another mix of domains a move."""
+    before, now = heads.synthetic_head(900), heads.synthetic_head(900, seed=4)
+    math = now.select(torch.tensor([d == "math" for d in now.domain]))
+    calibration = fit(before, "drafter")
+    older = build_report(before, calibration, tmp_path / "old", replicates=40).data
+    drift = build_report(math, calibration, tmp_path / "new", against=older, replicates=40).data["drift"]
+    assert {row["domain"] for row in drift["rows"]} == {"math"}
+    assert drift["left_out"] == ["chat", "code"]
+    assert "has not moved" in drift["verdict"]
+    poems = Events(math.confidence_logits, math.accepted, math.verified, ["poems"] * 300, math.conversation)
+    with pytest.raises(DsparkError, match="a domain that both reports have"):
+        build_report(poems, calibration, tmp_path / "new", against=older, replicates=40)
+
+
 def test_too_sure_at_both_ends_is_a_move_that_the_gap_does_not_see(heads) -> None:
     """Survival of one slot, true probabilities 0.2 and 0.8, then said to be 0.02 and 0.98: the mean stays right."""
     true = torch.tensor([0.2, 0.8]).repeat(600)

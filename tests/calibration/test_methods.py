@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dspark.calibration.events import Events
 from dspark.calibration.fitting import fit
 from dspark.calibration.isotonic import pools
+from dspark.calibration.measures import nll
 from dspark.calibration.record import METHODS, survival_ece
 from dspark.contracts import DsparkError
 from dspark.slot_maps import SlotMap, identity, rates
@@ -96,6 +97,26 @@ def test_any_slot_gets_a_monotone_map(points: list[tuple[float, bool]], method: 
     order = logits.double()[logits[:, 0].argsort()]
     assert bool((rates(order, chosen)[:, 0].diff() >= 0).all())
     assert chosen == fit(events, "d", method).maps
+
+
+@pytest.mark.parametrize(("middle", "spread"), [(88.0, 5.0), (88.0, 0.0), (-300.0, 40.0), (0.0, 1000.0), (1e30, 0.0)])
+@pytest.mark.parametrize("follows", [False, True])
+def test_platt_on_saturated_logits(heads, middle: float, spread: float, follows: bool) -> None:
+    """Where every sigmoid is 0 or 1 there is no slope to follow: never worse than leaving them, near the best there is
+    where slopes within the limits can say it."""
+    generator = torch.Generator().manual_seed(0)
+    z = middle + spread * torch.randn(400, generator=generator)
+    chance = torch.sigmoid((z - middle) / max(spread, 1.0)) if follows else torch.full((400,), 0.6)
+    accepted = (torch.rand(400, generator=generator) < chance).long()
+    events = heads.plain_events(z[:, None].tolist(), accepted.tolist(), [1] * 400)
+    (fitted,) = fit(events, "drafter", "platt").maps
+
+    def cost(chosen: SlotMap) -> float:
+        return float(nll(rates(events.confidence_logits.double(), (chosen,)), events.labels).mean())
+
+    assert cost(fitted) <= cost(SlotMap()) + 1e-9
+    if spread <= 40.0 and abs(middle) < 1e6:
+        assert cost(fitted) < 0.75 if spread <= 5.0 else cost(fitted) < cost(SlotMap())
 
 
 def test_an_unknown_method(heads) -> None:

@@ -156,6 +156,25 @@ def test_domains_that_do_not_fit_are_refused() -> None:
         SlotECE(1).update(one, one, one.bool(), two)
     with pytest.raises(DsparkError, match="no domain"):
         SlotECE(1, 2).update(one, one, one.bool())
+    for bad in (torch.tensor([0, 1]), torch.tensor([0.0]), torch.tensor(0)):
+        with pytest.raises(DsparkError, match="an int64 domain per round"):
+            SlotECE(1, 2).update(one, one, one.bool(), bad)
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.half, torch.float32])
+def test_a_module_cast_to_less_counts_on(heads: ModuleType, cast: torch.dtype) -> None:
+    """bf16 cannot count past 256, and would move the bins' edges."""
+    alone, module = slot_metrics(SLOTS, DOMAINS), torch.nn.Module()
+    module.metrics = slot_metrics(SLOTS, DOMAINS)
+    module.metrics.update(*inputs(heads))
+    alone.update(*inputs(heads))
+    module.to(cast)
+    module.metrics.update(*inputs(heads))
+    alone.update(*inputs(heads))
+    for name, value in module.metrics.compute().items():
+        assert torch.equal(value, alone.compute()[name]), name
+    module.metrics.reset()
+    assert module.metrics["ece"].sums.dtype == torch.float64
 
 
 def test_what_is_no_probability_of_these_slots_is_refused() -> None:

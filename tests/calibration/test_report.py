@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dspark.calibration import measures, scores
+from dspark.calibration.events import Events
 from dspark.calibration.fitting import fit
 from dspark.calibration.record import Calibration, survival
 from dspark.calibration.report import Report, build_report, format_table, load_report
@@ -142,7 +143,7 @@ def test_same_events_give_the_same_bytes(heads, tmp_path) -> None:
     events = heads.synthetic_head(60, slots=1)
     calibration = fit(events, "drafter")
     for name in ("one", "two"):
-        build_report(events, calibration, tmp_path / name, replicates=20, key=3)
+        build_report(events, calibration, tmp_path / name, replicates=40, key=3)
     for name in FILES:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
@@ -197,6 +198,44 @@ def test_a_report_that_was_changed_is_none(heads, tmp_path, old: str, new: str) 
         load_report(path)
 
 
+def test_a_new_report_leaves_nothing_of_an_old_one(heads, tmp_path, monkeypatch) -> None:
+    """Neither a picture it does not have, nor, when it is cut off, numbers that are not its own."""
+    events = heads.synthetic_head(60)
+    build_report(events, fit(events, "drafter"), tmp_path, replicates=40)
+    cut = Events(events.confidence_logits, [0] * 60, [2] * 60, events.domain, events.conversation)
+    build_report(cut, fit(cut, "drafter"), tmp_path, replicates=40)
+    assert not (tmp_path / "thresholds.png").exists()
+    monkeypatch.setattr("dspark.calibration.report.write_board", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        build_report(events, fit(events, "drafter"), tmp_path, replicates=40, tensorboard_dir=tmp_path / "board")
+    with pytest.raises(DsparkError, match="expected a JSON file"):
+        load_report(tmp_path)
+
+
+def test_places_that_cannot_be_written(heads, tmp_path) -> None:
+    events = heads.synthetic_head(20)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DsparkError, match="TensorBoard"):
+        build_report(events, fit(events, "d"), tmp_path / "a", replicates=40, tensorboard_dir=tmp_path / "file")
+    (tmp_path / "b" / "report.json").mkdir(parents=True)
+    with pytest.raises(DsparkError, match="a place for a report"):
+        build_report(events, fit(events, "d"), tmp_path / "b", replicates=40)
+    for replicates in (0, 39, 10**12):
+        with pytest.raises(DsparkError, match="bootstrap replicates"):
+            build_report(events, fit(events, "d"), tmp_path / "c", replicates=replicates)
+
+
+def test_names_that_a_terminal_would_obey_are_shown_plainly(heads, tmp_path) -> None:
+    long = ["mathematics-easy", "mathematics-hard", "\x1b[31mred\n"]
+    base = heads.synthetic_head(90)
+    events = Events(
+        base.confidence_logits, base.accepted, base.verified, [long[i % 3] for i in range(90)], base.conversation
+    )
+    text = format_table(build_report(events, fit(events, "d"), tmp_path, replicates=40))
+    assert "\x1b" not in text
+    assert {"mathem…-easy", "mathem…-hard"} <= {word for line in text.splitlines() for word in line.split()}
+
+
 def test_what_stands_beside_the_head_learned_from_the_same_rounds(heads, tmp_path) -> None:
     """The other methods and the baselines fitted on other rounds, the test's own at worst, would be no comparison."""
     fitted_on, events = heads.synthetic_head(90), heads.synthetic_head(90, seed=1)
@@ -204,7 +243,7 @@ def test_what_stands_beside_the_head_learned_from_the_same_rounds(heads, tmp_pat
     with pytest.raises(DsparkError, match="that the calibration was fitted on"):
         build_report(events, calibration, tmp_path, events_calibration=events)
     part = fitted_on.select(torch.arange(90) < 60)
-    report = build_report(part, calibration, tmp_path, events_calibration=fitted_on, replicates=10)
+    report = build_report(part, calibration, tmp_path, events_calibration=fitted_on, replicates=40)
     assert any("conversations are of the fit split too" in note for note in report.data["notes"])
 
 

@@ -86,7 +86,7 @@ def test_a_checkpoint_is_judged_whole(
         drafts.append(str(tmp_path / f"draft{steps}" / "end.ckpt"))
 
     def module(draft: str) -> ConfidenceModule:
-        return ConfidenceModule("tiny", draft, target_dtype=dtype, report=ReportOptions(replicates=5))
+        return ConfidenceModule("tiny", draft, target_dtype=dtype, report=ReportOptions(replicates=40))
 
     data = {name: [path] for name, path in splits.items()}
     trainer = tiny.make_trainer(tmp_path, 2, limit_val_batches=0)
@@ -114,7 +114,7 @@ def test_mistakes_are_said_before_the_work(
     with pytest.raises(DsparkError, match="nowhere"):
         runs.judge(tmp_path, "none", str(draft), test=splits["test"], predict=str(tmp_path / "nowhere"))
     assert not (tmp_path / "none" / "report").exists()
-    with pytest.raises(DsparkError, match="replicates >= 1"):
+    with pytest.raises(DsparkError, match="replicates from 40"):
         ReportOptions(replicates=0)
 
 

@@ -52,6 +52,29 @@ def test_fit_then_report_then_drift(folders: dict[str, str], tmp_path: Path, cap
     assert {row["slot"] for row in rows} == {1, 2, 3, "mean"}
 
 
+def test_rounds_that_say_nothing_of_this_draft_model(
+    folders: dict[str, str], tiny: Any, tmp_path: Path, capsys: Any
+) -> None:
+    """Another one's drafts, the same folder twice, rounds of other sequences, a domain that stands for all."""
+    record = tmp_path / "calibration.json"
+    manifest = Path(folders["fit"]) / "manifest.json"
+    plain = json.loads(manifest.read_text())
+    rows = tiny.make_rows(6)
+    odd = tiny.write_directory(tmp_path / "odd", rows=[{**row, "domain": "all"} for row in rows])
+    wrong = {
+        "another draft model": {**plain, "run": {"draft_layers": "f" * 64}},
+        "occurs twice": plain,
+    }
+    for message, content in wrong.items():
+        manifest.write_text(json.dumps(content))
+        twice = [folders["fit"]] if "twice" in message else []
+        assert calibrate(folders, record, "--rollouts", folders["fit"], *twice) == 2
+        assert message in capsys.readouterr().err
+    assert calibrate(folders, record, "--rollouts", str(odd)) == 2
+    assert "Rename it in the prompts" in capsys.readouterr().err
+    assert not record.exists()
+
+
 def test_mistakes_are_one_line(folders: dict[str, str], tmp_path: Path, capsys: Any) -> None:
     record, old = tmp_path / "calibration.json", tmp_path / "old"
     assert calibrate(folders, record) == 0
