@@ -17,8 +17,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("contracts",),
-    ("files", "settings", "probability", "noise", "help_text", "recipe", "rotary", "signatures", "dspark_kernels"),
-    ("recipe_errors", "recipe_help", "ops"),
+    (
+        "files",
+        "settings",
+        "probability",
+        "noise",
+        "help_text",
+        "recipe",
+        "rotary",
+        "signatures",
+        "slot_maps",
+        "dspark_kernels",
+    ),
+    ("recipe_errors", "recipe_help", "sealed", "ops"),
     ("target", "corpus", "drafter"),
     ("runner",),
     ("calibration",),  # its metrics are what training's confidence module measures with

@@ -105,14 +105,14 @@ def test_the_confidence_module_does_as_well(tiny: Any, target: Any, data_dir: Pa
     again = tiny.make_trainer(tmp_path, 1, limit_val_batches=0)
     again.fit(narrow, TrajectoryDataModule(paths, token_budget=60))
     again.save_checkpoint(tmp_path / "narrow.ckpt")
-    figures = [
-        tiny.make_trainer(tmp_path, 1).test(
-            module(tmp_path / source), data, ckpt_path=tmp_path / "head.ckpt", weights_only=True, verbose=False
-        )[0]
-        for source in ("mine.ckpt", "narrow.ckpt")
-    ]
+    figures = []
+    for source in ("mine.ckpt", "narrow.ckpt"):
+        judged = module(tmp_path / source)
+        tester = tiny.make_trainer(tmp_path, 1)
+        tester.test(judged, data, ckpt_path=tmp_path / "head.ckpt", weights_only=True, verbose=False)
+        figures.append(judged.streamed)
     assert str(figures[0]) == str(figures[1])  # as text: a NaN is not equal to itself
-    assert sum(name.startswith("test/ece/slot_") for name in figures[0]) == 4
+    assert sum(name.startswith("test/survival/ece/slot_") for name in figures[0]) == 4
     with pytest.raises(DsparkError, match=r"narrow\.ckpt is another"):
         tiny.make_trainer(tmp_path, 4).fit(
             module(tmp_path / "narrow.ckpt"), data, ckpt_path=tmp_path / "head.ckpt", weights_only=True

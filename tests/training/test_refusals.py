@@ -80,7 +80,8 @@ def test_drafted_ids_are_looked_at_too(tiny: Any, target: Any, draft: Path, tmp_
 
     def rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         made = whole(rows)
-        made[0]["drafted"] = [5, 5, 77]
+        made[0]["drafted"] = [*made[0]["drafted"][: made[0]["accepted"]], 77]  # the rejected one
+        made[0]["verified"] = len(made[0]["drafted"])
         return made
 
     with pytest.MonkeyPatch.context() as patch:
