@@ -12,6 +12,7 @@ import torch
 
 from dspark.calibration.events import Events
 from dspark.calibration.fitting import fit
+from dspark.calibration.record import Calibration
 from dspark.calibration.scores import rows_of
 from dspark.contracts import DsparkError
 from dspark.slot_maps import SlotMap, identity, rates
@@ -44,16 +45,18 @@ def threshold_sweep(
     return rows
 
 
-def domain_shift(fitted_on: Events, events: Events, method: str, replicates: int, key: int) -> list[dict[str, Any]]:
+def domain_shift(
+    fitted_on: Events, events: Events, calibration: Calibration, replicates: int, key: int
+) -> list[dict[str, Any]]:
     """Per domain, rows as in scores.py of the test events with three calibrations: `none`; `others`, fitted without
-    that domain; `all`, fitted on every domain. Domains that the fit split lacks, or has alone, are left out."""
+    that domain by the same method; `all`, the calibration itself, fitted on every domain. Domains that the fit split
+    lacks, or has alone, are left out."""
     domains, rows = sorted(set(events.domain) & set(fitted_on.domain)), []
-    everywhere = fit(fitted_on, "", method).maps
     for domain in domains if len(set(fitted_on.domain)) > 1 else []:
-        elsewhere = fit(_of(fitted_on, domain, False), "", method).maps
+        elsewhere = fit(_of(fitted_on, domain, False), "", calibration.method).maps
         part = _of(events, domain, True)
         logits = part.confidence_logits.double()
-        maps = {"none": identity(events.num_slots), "others": elsewhere, "all": everywhere}
+        maps = {"none": identity(events.num_slots), "others": elsewhere, "all": calibration.maps}
         judged = {name: rates(logits, chosen) for name, chosen in maps.items()}
         rows += rows_of(domain, part, judged, replicates, key)
     return rows

@@ -134,7 +134,7 @@ def _data(
     if fitted_on is not None:
         refuse_other_events(calibration, fitted_on)
         learned = Learned.on(fitted_on, calibration)
-        shift = domain_shift(fitted_on, events, calibration.method, replicates, key)
+        shift = domain_shift(fitted_on, events, calibration, replicates, key)
     rows = _rounded(score_rows(events, calibration, learned, replicates, key))
     data = {
         "format": FORMAT,

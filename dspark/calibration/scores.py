@@ -2,9 +2,9 @@
 
 Estimators: the head before and after calibration, and by the other methods of calibration; the draft's own largest
 probability, as it is and calibrated as the head is; the position prior (mean acceptance per slot on the calibration
-split). Laws: "conditional" (slot k given
-all before it) and "cumulative" (the prefix survives). Domains: each, and "all". Slots: 1 ... K (readers count from 1),
-"mean" (over slots with data) and "pooled" (all slots' events together: the only place where a position prior can rank).
+split). Laws: "conditional" (slot k given all before it) and "cumulative" (the prefix survives). Domains: each, and
+"all". Slots: 1 ... K (readers count from 1), "mean" (over slots with data) and "pooled" (all slots' events together:
+the only place where a position prior can rank).
 Left out on purpose: rendering (figures.py, html.py, text.py).
 """
 

@@ -67,8 +67,8 @@ class ConfidenceModule(FrozenTargetModule):
         target_dtype: dtype the target runs in.
         max_skipped_share: share of sequences with non-finite features past which the run stops.
         report: the calibration and its report that `lightning test` makes.
-        with_law: the head reads the log-odds of the draft's own law too, and starts from them alone. No other format
-            than ours holds such a head.
+        with_law: the head reads the log-odds of the draft's own law too; with reset_head it starts from them alone. No
+            other format than ours holds such a head.
     """
 
     tests_last: ClassVar[bool] = True  # an untrained head says nothing
@@ -265,21 +265,20 @@ class ConfidenceModule(FrozenTargetModule):
                 "test: expected rounds to calibrate on in data.predict, but got none. Give "
                 "--data.init_args.predict='[FOLDER]' (another split than data.test)."
             )
-        for split in ("test", "predict"):
-            self.check_rounds(data, split)
+        data.refuse_foreign("predict", self.target.vocab_size, self.target.config.max_position_embeddings)
+        self.refuse_other_drafts(data, "test", "predict")
         self._older = older_report(self.report, self.drafter.config.num_predictions)
         self.tested: list[dict[str, Any]] = []
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        for split in ("train", "val"):
-            self.check_rounds(self._data(), split)
+        self.refuse_other_drafts(self._data(), "train", *(["val"] if self.trainer.limit_val_batches else []))
 
-    def check_rounds(self, data: RoundsDataModule, split: str) -> None:
-        """Raises DsparkError for rounds that are not this target's, or not this draft model's."""
-        data.refuse_foreign(split, self.target.vocab_size, self.target.config.max_position_embeddings)
+    def refuse_other_drafts(self, data: RoundsDataModule, *splits: str) -> None:
+        """Raises DsparkError for rounds that this draft model has not drafted."""
         layers = layers_hash(self.drafter.config, tensor_hashes(self.drafter.state_dict()))
-        data.refuse_other_drafts(split, layers, self.source)
+        for split in splits:
+            data.refuse_other_drafts(split, layers, self.source)
 
     def on_test_epoch_start(self) -> None:
         self._watch("test")

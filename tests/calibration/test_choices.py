@@ -47,13 +47,13 @@ def test_domain_shift_sees_a_domain_that_is_different(heads) -> None:
         scale = torch.tensor([5.0 if d == "code" else 1.0 for d in true.domain])[:, None]
         return Events(scale * true.confidence_logits, true.accepted, true.verified, true.domain, true.conversation)
 
-    rows = domain_shift(mixed(0), mixed(1), "temperature", 50, 0)
+    rows = domain_shift(mixed(0), mixed(1), fit(mixed(0), ""), 50, 0)
     found = {(r["domain"], r["estimator"]): r["ece"] for r in rows if (r["law"], r["slot"]) == ("cumulative", "mean")}
     assert found["code", "others"] > 0.1
     assert found["code", "none"] == pytest.approx(found["code", "others"], abs=0.03)
     assert found["chat", "others"] > found["chat", "none"]  # misled by code
     one = Events(torch.zeros(3, 2), [0] * 3, [2] * 3, ["code"] * 3, ["a", "b", "c"])
-    assert domain_shift(one, one, "temperature", 10, 0) == []
+    assert domain_shift(one, one, fit(one, ""), 10, 0) == []
 
 
 def test_sums_give_the_measures(heads) -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import runs
-
 import dspark.training.frozen as frozen
+import runs
 
 
 def main(path: str) -> None:
