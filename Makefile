@@ -2,6 +2,8 @@
 
 VENV ?= .venv
 PIP_FLAGS ?=
+# Test processes side by side; a test of one file never runs beside another of that file.
+JOBS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.dspark-installed
 # The first python3 that is new enough; PYTHON=/path/to/python overrides the search.
@@ -35,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setup: done"
 
 test: setup ## every test, the slow ones on the embedded target included
-	@"$(BIN)/python" -m pytest -m ""
+	@OMP_WAIT_POLICY=PASSIVE "$(BIN)/python" -m pytest -m "" -n $(JOBS) --dist loadfile
 
 fast: setup ## the fast tests only
 	@"$(BIN)/python" -m pytest

@@ -51,8 +51,13 @@ VERBS: dict[str, Verb] = {
     "report": Verb("dspark.commands.report", "acceptance and calibration of a draft model on a test split"),
     "compare": Verb("dspark.commands.compare", "draft models side by side: tau, its ratio, acceptance by slot"),
     "ablate": Verb("dspark.commands.ablate", "variants of one recipe, trained for equal time and compared"),
-    "bench": Verb("dspark.commands.bench", "measure invariance and its cost, and a training step, against plain torch"),
+    "bench": Verb(
+        "dspark.commands.bench",
+        "measure invariance, its cost, training steps, ways to verify, cut prompts",
+    ),
     "doctor": Verb("dspark.commands.doctor", "check compiler, kernels and invariance on this machine"),
+    "profile": Verb("dspark.commands.profile", "measure what a round costs here by the rows in it: the capacity curve"),
+    "simulate": Verb("dspark.commands.simulate", "policies with many users at once, over a capacity curve"),
     "env": Verb("dspark.commands.env", "switches, versions and the machine's fingerprint"),
 }
 RECIPE_VERBS = tuple(name for name, verb in VERBS.items() if verb.recipe)

@@ -10,7 +10,7 @@ anchor + k + 1 when ``sample_from_anchor`` is true.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length"]
@@ -40,16 +40,17 @@ class SamplingParams:
     min_p: float = 0.0
     max_tokens: int = 128
     stop_ids: tuple[int, ...] = ()
-    seq_seed: int = 0
+    seq_seed: int | None = None
 
     def __post_init__(self) -> None:
+        seeded = self.seq_seed is None or 0 <= self.seq_seed < 2**63
         checks = (
-            ("temperature", self.temperature >= 0.0, "a number >= 0"),
+            ("temperature", 0.0 <= self.temperature < float("inf"), "a finite number >= 0"),
             ("top_k", self.top_k >= 0, "an integer >= 0 (0 = off)"),
             ("top_p", 0.0 < self.top_p <= 1.0, "a number in (0, 1] (1 = off)"),
             ("min_p", 0.0 <= self.min_p < 1.0, "a number in [0, 1) (0 = off)"),
             ("max_tokens", self.max_tokens >= 1, "an integer >= 1"),
-            ("seq_seed", 0 <= self.seq_seed < 2**63, "an integer in [0, 2**63)"),
+            ("seq_seed", seeded, "an integer in [0, 2**63), or None for one of its own"),
         )
         for name, ok, wanted in checks:
             if not ok:
@@ -109,10 +110,12 @@ class Round:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A finished request. logprobs are of the law the token was sampled from (after temperature and truncation),
-    raw_logprobs of the target's softmax at temperature 1; both fp32 values, one per token, <= 0."""
+    raw_logprobs of the target's softmax at temperature 1; both fp32 values, one per token, <= 0. seq_seed: what it was
+    sampled with: the request's, or the one it was given where it had none."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     raw_logprobs: tuple[float, ...]
     finish_reason: FinishReason
-    rounds: tuple[Round, ...] = field(default=())
+    rounds: tuple[Round, ...]
+    seq_seed: int

@@ -49,6 +49,26 @@ def atomic_write(path: str | Path, data: bytes | memoryview | str) -> None:
             temporary.unlink()
 
 
+def check_place(path: str | Path, folder: bool = False) -> None:
+    """Before long work: raises DsparkError where its result could not be written to `path`, a file or a folder."""
+    path = Path(path)
+    wrong = path.is_file() if folder else path.is_dir()
+    above = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if wrong or not os.access(above, os.W_OK) or not (above == path or above.is_dir()):
+        kind, got = ("folder", "a file") if folder else ("file", "a folder")
+        raise DsparkError(
+            f"{path}: expected a {kind} that can be written, but {above} is {got if wrong else 'not writable'}. Give "
+            "--out another name."
+        )
+
+
+def share(path: str | Path) -> None:
+    """Gives a file that a library made for its owner alone the permissions that any other file gets."""
+    mask = os.umask(0)
+    os.umask(mask)
+    os.chmod(path, 0o666 & ~mask)
+
+
 @contextmanager
 def atomic_dir(path: str | Path) -> Iterator[Path]:
     """Yields a fresh temporary folder beside `path`; at a normal exit it is synced and becomes `path`.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 RNG_SCHEME = "philox4x32-10/1"
+RNG_SCHEME_REJECTION = "philox4x32-10/2"  # the drafts' stream is their slot's own
 TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3  # streams
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
@@ -27,6 +28,21 @@ _LOG_COEFFICIENTS = (  # Cephes logf, highest power first
     7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
     2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
 )  # fmt: skip
+
+
+def draft_stream(slot: int) -> int:
+    """The stream that the rejection verifier's draft of a slot (0 ...) is drawn with.
+
+    A position is drafted again in every round until it is decided. With one stream for all of them a later round would
+    repeat the noise of an earlier one, and a budget chosen from the earlier one's confidences (lagged_global) would
+    know what is drafted now. Position and slot name the round.
+    """
+    return DRAFT | slot << 8
+
+
+def rng_scheme(verifier: str) -> str:
+    """The name of how randomness is keyed, for manifests."""
+    return RNG_SCHEME_REJECTION if verifier == "rejection" else RNG_SCHEME
 
 
 def derive_seed(run_seed: int, prompt_hash: str, sample_index: int) -> int:

@@ -13,12 +13,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dspark.contracts import DsparkError
 
 PREFIX = "DEEPINFER_"
 TruncationMode = Literal["off", "compact", "mask"]
+TRUNCATIONS: tuple[TruncationMode, ...] = get_args(TruncationMode)
 MIN_BACKTRACKING = 6
 
 
@@ -89,7 +90,7 @@ SWITCHES: Mapping[str, Switch] = MappingProxyType(
         ),
         "yoco_prefill_truncation_mode": Switch(_mode, "off, compact or mask", "how prefill of consumer layers is cut"),
         "yoco_prefill_keep_tokens": Switch(_at_least(0), "an integer >= 0", "suffix that a cut prefill keeps"),
-        "batch_invariant": Switch(_flag, "0 or 1", "insist on invariant operations"),
+        "batch_invariant": Switch(_flag, "0 or 1", "insist on invariant operations (always on here)"),
     }
 )
 
@@ -104,7 +105,9 @@ class Settings:
     """Every switch, validated. ``origins`` says where a value that is not the default came from.
 
     A round may roll back its whole block and the anchor, so ``max_backtracking_tokens`` is at least
-    use_nextn_decode + 1; 0 (not given) becomes the least allowed. Raises DsparkError on a value out of range.
+    use_nextn_decode + 1; 0 (not given) becomes the least allowed. A suffix that a cut prefill keeps goes with a mode,
+    and is longer than what a step may roll back. Raises DsparkError on a value out of range, and one for all settings
+    that contradict each other.
     """
 
     use_nextn_decode: int = 5
@@ -123,15 +126,39 @@ class Settings:
         for name in SWITCHES:
             object.__setattr__(self, name, _parse(name, getattr(self, name), self.origins.get(name, name)))
         object.__setattr__(self, "origins", MappingProxyType(dict(self.origins)))
-        needed, given = self.use_nextn_decode + 1, self.max_backtracking_tokens
         if follows:
-            object.__setattr__(self, "max_backtracking_tokens", max(given, needed))
-        elif given < needed:
-            origin = self.origins.get("max_backtracking_tokens", "max_backtracking_tokens")
-            raise DsparkError(
-                f"{origin}: expected at least {needed} (use_nextn_decode + 1), but got {given}. "
-                "Raise it, or lower use_nextn_decode."
+            needed = max(MIN_BACKTRACKING, self.use_nextn_decode + 1)
+            object.__setattr__(self, "max_backtracking_tokens", needed)
+        if found := self._contradictions():
+            raise DsparkError(" And: ".join(found))
+
+    def _contradictions(self) -> list[str]:
+        """Settings that cannot be together, a sentence each."""
+        found: list[str] = []
+        back, mode, keep = (
+            self.max_backtracking_tokens,
+            self.yoco_prefill_truncation_mode,
+            self.yoco_prefill_keep_tokens,
+        )
+        if back <= self.use_nextn_decode:
+            found.append(
+                f"{self._origin('max_backtracking_tokens')}: expected at least {self.use_nextn_decode + 1} "
+                f"(use_nextn_decode + 1), but got {back}. Raise it, or lower use_nextn_decode."
             )
+        if mode == "off" and keep:
+            found.append(
+                f"{self._origin('yoco_prefill_keep_tokens')}: expected yoco_prefill_truncation_mode compact or mask "
+                f"given in the same place, but got {keep} tokens to keep and mode off. Give the mode, or unset it."
+            )
+        if mode != "off" and keep <= back:
+            found.append(
+                f"{self._origin('yoco_prefill_truncation_mode')}: expected yoco_prefill_keep_tokens given in the same "
+                f"place, more than max_backtracking_tokens ({back}), but got {mode} and {keep}. Give both."
+            )
+        return found
+
+    def _origin(self, name: str) -> str:
+        return self.origins.get(name, name)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:

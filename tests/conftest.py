@@ -8,7 +8,8 @@ import hypothesis
 import pytest
 import torch
 
-THREADS = int(os.environ.get("OMP_NUM_THREADS") or min(2, os.cpu_count() or 1))
+BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
+THREADS = int(os.environ.get("OMP_NUM_THREADS") or (1 if BESIDE_OTHERS else min(2, os.cpu_count() or 1)))
 
 torch.set_num_threads(THREADS)
 hypothesis.settings.register_profile("dspark", derandomize=True, deadline=None, print_blob=True, database=None)

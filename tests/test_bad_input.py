@@ -140,3 +140,22 @@ def test_prompts_and_settings_that_do_not_fit(work: Path, capsys) -> None:
     assert Path(summary["quarantine"]).read_text() == kept  # a refused run leaves the accepted one's record alone
     fails(capsys, [*base, "--gamma", "3"], "gamma", "--drafter")
     fails(capsys, [*base, "--stop_ids", "[99999999]"], "99999999")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--threshold", "0.3"], "threshold > 0 with policy threshold"),
+        (["--policy", "threshold"], "threshold > 0 with policy threshold"),
+        (["--policy", "fixed", "--curve", "curve.json"], "curve with policy early_stop, lagged_global, global alone"),
+        (["--policy", "global", "--verifier", "rejection"], "fixed or threshold with the rejection verifier"),
+        (["--truncation", "compact"], "compact or mask with keep_tokens > 0"),
+        (["--truncation", "off", "--keep_tokens", "140"], "compact or mask with keep_tokens > 0"),
+        (["--policy", "global", "--drafter", ""], "Give --drafter"),
+        (["--curve", "curve.json", "--drafter", ""], "Give --drafter"),
+        (["--truncation", "compact", "--keep_tokens", "140", "--drafter", ""], "decoder-decoder target"),
+    ],
+)
+def test_ways_to_run_that_nothing_would_read(work: Path, capsys, options: list[str], words: str) -> None:
+    fails(capsys, ["rollout", "recipes/rollout.yaml", "--out", "runs/x", *options], words)
+    assert not (work / "runs/x").exists()

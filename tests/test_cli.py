@@ -134,7 +134,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_the_table_names_every_command() -> None:
     wanted = (
-        "fit validate test predict demo prepare calibrate export rollout replay report compare ablate bench doctor env"
+        "fit validate test predict demo prepare calibrate export rollout replay report compare ablate bench doctor "
+        "profile simulate env"
     )
     assert sorted(cli.VERBS) == sorted(wanted.split())
     assert cli.RECIPE_VERBS == ("fit", "validate", "test", "predict")
@@ -461,8 +462,9 @@ def test_a_choice_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert "typing" not in said
 
 
-def test_predict_of_the_draft_model_says_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_of_the_draft_model_says_what_to_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["predict", str(ROOT / "recipes" / "drafter.yaml"), "--trainer.logger=false"]
+    argv += [f"--trainer.default_root_dir={tmp_path}"]
     assert cli.main(argv) == 2
     assert "use `dspark rollout`" in capsys.readouterr().err
 

@@ -118,3 +118,21 @@ def test_child_path(tmp_path):
     (tmp_path / "link").symlink_to(Path("/etc"))
     with pytest.raises(DsparkError, match="symbolic link"):
         files.child_path(tmp_path, "link", "manifest")
+
+
+def test_a_place_is_checked_before_long_work(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for path, folder in (("file", False), ("new", False), ("a/b/new", False), ("new", True), (".", True)):
+        files.check_place(tmp_path / path, folder)
+    for path, folder in (("file", True), (".", False), ("file/under", False), ("file/under", True)):
+        with pytest.raises(DsparkError, match="Give --out another name"):
+            files.check_place(tmp_path / path, folder)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_shared_file_is_as_readable_as_any(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "a").chmod(0o600)
+    files.share(tmp_path / "a")
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode

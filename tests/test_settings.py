@@ -100,3 +100,19 @@ def test_other_variables_are_listed_and_near_misses_refused() -> None:
 def test_a_shown_value_reads_back() -> None:
     for value in (True, (1.0, 0.5), 7, "mask"):
         assert show(value) == {True: "1", (1.0, 0.5): "1.0,0.5", 7: "7", "mask": "mask"}[value]
+
+
+def test_settings_that_contradict_each_other_are_one_error() -> None:
+    both = {"DEEPINFER_USE_NEXTN_DECODE": "7", "DEEPINFER_MAX_BACKTRACKING_TOKENS": "6"}
+    cut = {"DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE": "compact", "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": "140"}
+    assert Settings.from_env(cut).yoco_prefill_keep_tokens == 140
+    with pytest.raises(DsparkError) as error:
+        Settings.from_env({**both, "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": "140"})
+    assert str(error.value).count("expected") == 2
+    assert "MAX_BACKTRACKING_TOKENS" in str(error.value)
+    assert "KEEP_TOKENS in the environment: expected yoco_prefill_truncation_mode compact or mask" in str(error.value)
+    for keep in ({}, {"DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": "6"}):
+        with pytest.raises(DsparkError, match="more than max_backtracking_tokens"):
+            Settings.from_env({"DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE": "mask", **keep})
+    with pytest.raises(DsparkError, match=r"TRUNCATION_MODE in the environment and off from .* in the recipe"):
+        Settings.from_env(cut).merge({"yoco_prefill_truncation_mode": "off"}, "the recipe")

@@ -143,7 +143,9 @@ def _whole(target: Target) -> Counted:
 def _through(target: Target, sequences: list[Tensor], size: int) -> list[Tensor]:
     """Logits of every token: all sequences side by side, ``size`` tokens of each per call."""
     config, longest = target.config, max(map(len, sequences))
-    cache = KVCache(target.num_layers, len(sequences) * longest, config.num_kv_heads, config.head_dim, target.dtype)
+    cache = KVCache(
+        target.config.cached_windows, len(sequences) * longest, config.num_kv_heads, config.head_dim, target.dtype
+    )
     parts: list[list[Tensor]] = [[] for _ in sequences]
     for start in range(0, longest, size):
         live = [(i, ids[start : start + size]) for i, ids in enumerate(sequences) if start < len(ids)]

@@ -98,7 +98,7 @@ def _ids(target: Target, count: int) -> Tensor:
 def _decode(target: Target, rows: int) -> Pass:
     """One token for each of ``rows`` sequences after CONTEXT cached ones, the same ones for all."""
     config, room = target.config, CONTEXT + 1
-    cache = KVCache(target.num_layers, rows * room, config.num_kv_heads, config.head_dim, target.dtype)
+    cache = KVCache(target.config.cached_windows, rows * room, config.num_kv_heads, config.head_dim, target.dtype)
     first = torch.arange(CONTEXT)
     target.forward(_ids(target, CONTEXT), first, first, torch.zeros_like(first), first + 1, cache)
     for arena in (*cache.k, *cache.v):

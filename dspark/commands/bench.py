@@ -10,6 +10,11 @@ step times a training step of the draft model at a given shape on random feature
 AdamW), the losses fused and in plain torch in turn, and says what memory the process held.
 
 metrics feeds ten million events to the streamed calibration metrics, on one thread, and times a fit of each method.
+
+verify runs a draft model under every verifier, policy and temperature and plain decoding in turn, and says whether the
+output is the same; it exits with 1 where it had to be and is not. acceptance counts recorded rounds by slot and context
+depth. replay says what a cut prefill of a decoder-decoder target costs in truth, over a greedy answer's tokens, and
+saves in time; short prompts are joined until they are longer than the longest suffix that is tried.
 Run all with nothing else running.
 """
 
@@ -18,15 +23,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import TypeVar
 
 import torch
 from tqdm import tqdm
 
-from dspark.bench import judging, step
+from dspark.bench import judging, replaying, step, verifying
 from dspark.bench.invariance import Counted, discriminating, sweep
 from dspark.bench.tax import REPEATS, ROWS, Tax, tax
+from dspark.commands import bench_runner
 from dspark.commands.recipe_options import whole_number
 from dspark.contracts import DsparkError
 from dspark.target.load import EMBEDDED, load_target
@@ -39,20 +46,24 @@ EXAMPLES = """
 examples:
   dspark bench invariance
   dspark bench tax --dtype bfloat16 --rows 1 32 --json
+  dspark bench verify --drafter runs/demo/bundle
+  dspark bench acceptance --rollouts runs/demo/events/test
+  dspark bench replay --target runs/yoco/target --dtype float32
   dspark bench step --shape vocabulary=32000 anchors=32 --losses l1=0 coupled=0.9
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dspark bench`."""
-    parser.add_argument("what", choices=("invariance", "tax", "step", "metrics"), help="what to measure")
-    parser.add_argument("--target", default=EMBEDDED, help="whose weight shapes: a folder, hub id or .gguf file")
-    parser.add_argument("--dtype", choices=DTYPES, help="one dtype (default: both)")
+    parser.add_argument("what", choices=tuple(_BENCHES), help="what to measure")
+    parser.add_argument("--target", default=EMBEDDED, help="the model, or whose shapes: a folder, hub id or .gguf file")
+    parser.add_argument("--dtype", choices=DTYPES, help="one dtype (default: both; verify and replay: bfloat16)")
     parser.add_argument("--rows", type=whole_number(1), nargs="+", help="rows of a pass, for tax (default: 1 8 32 128)")
     parser.add_argument(
         "--repeats",
         type=whole_number(1),
-        help=f"interleaved repeats, for tax (default: {REPEATS}) and step ({step.REPEATS})",
+        help=f"interleaved repeats, for tax (default: {REPEATS}), step ({step.REPEATS}), verify "
+        f"({verifying.REPEATS}) and replay ({replaying.REPEATS})",
     )
     parser.add_argument(
         "--shape",
@@ -62,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for step, fields of " + ", ".join(f"{f.name}={f.default}" for f in fields(step.Shape)),
     )
     parser.add_argument("--losses", nargs="+", default=[], metavar="NAME=X", help="for step, a recipe's losses fields")
+    bench_runner.add_runner_arguments(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -76,14 +88,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace) -> int:
     _check_options(args)
-    return {"tax": _tax, "step": _step, "invariance": _invariance, "metrics": _metrics}[args.what](args)
+    return _BENCHES[args.what](args)
 
 
 def _check_options(args: argparse.Namespace) -> None:
     """Refuses an option that would be ignored."""
-    belongs = {"rows": ("tax",), "repeats": ("tax", "step"), "shape": ("step",), "losses": ("step",),
-               "dtype": ("tax", "invariance")}  # fmt: skip
-    foreign = [f"--{name}" for name, whose in belongs.items() if getattr(args, name) and args.what not in whose]
+    belongs = {"rows": ("tax",), "repeats": ("tax", "step", "verify", "replay"), "shape": ("step",),
+               "losses": ("step",), "dtype": ("tax", "invariance", "verify", "replay"),
+               **bench_runner.BELONGS}  # fmt: skip
+    given = [name for name in belongs if getattr(args, name) not in (None, [])]
+    foreign = [f"--{name}" for name in given if args.what not in belongs[name]]
     if foreign:
         raise DsparkError(
             f"bench {args.what}: expected options of its own, but got {', '.join(foreign)}. Leave them out."
@@ -220,3 +234,9 @@ def _tax_text(found: dict[str, list[Tax]]) -> str:
                 f"{low:>7.2f}{middle:>7.2f}{high:>6.2f}{one.difference:>14.1e}"
             )
     return "\n".join(lines)
+
+
+_BENCHES: dict[str, Callable[[argparse.Namespace], int]] = {
+    "invariance": _invariance, "tax": _tax, "step": _step, "metrics": _metrics, "verify": bench_runner.verify,
+    "acceptance": bench_runner.acceptance, "replay": bench_runner.replay,
+}  # fmt: skip

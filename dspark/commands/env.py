@@ -22,7 +22,7 @@ from dspark.settings import SWITCHES, Settings, foreign_variables, show, variabl
 PACKAGES = ("torch", "triton", "lightning", "transformers", "datasets", "torchmetrics", "numpy", "pyarrow", "gguf")
 EXAMPLES = f"""
 what the switches mean:
-{table([(variable(name), switch.meaning) for name, switch in SWITCHES.items()])}
+{table([(variable(name), f"{switch.meaning}: {switch.wanted}") for name, switch in SWITCHES.items()])}
 
 examples:
   dspark env

@@ -55,6 +55,17 @@ def whole_number(least: int) -> Callable[[str], int]:
     return parse
 
 
+def share(text: str) -> float:
+    """An argparse type: a number from 0 to 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0.0 <= number <= 1.0:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, but got {text!r}")
+    return number
+
+
 def _value(name: str, text: Any) -> Any:
     if not isinstance(text, str) or text == "":  # a flag's value is no text
         return text

@@ -14,6 +14,7 @@ from dataclasses import asdict
 
 from dspark.commands.recipe_options import whole_number
 from dspark.commands.running import load, progress
+from dspark.contracts import DsparkError
 from dspark.rollouts.manifest import read_manifest
 from dspark.rollouts.replay import ReplayResult, replay
 
@@ -67,8 +68,19 @@ def replay_folder(
     """Replay with the models the manifest's config names, or those given instead."""
     recorded = read_manifest(folder)["run"]
     config = recorded["config"]
+    truncation = config.get("truncation", "off")
+    if rescore and truncation != "off":
+        raise DsparkError(
+            f"{folder}: expected whole prompts to rescore, but its prompts were cut ({truncation}, the last "
+            f"{config['keep_tokens']} tokens kept), which a teacher-forced pass does not do. Leave out --rescore."
+        )
     loaded = load(target or config["target"], config["dtype"], config["drafter"] if drafter is None else drafter)
-    engine = loaded.engine(config["verifier"], config["gamma"] if loaded.bundle else None, batch_size)
+    # Under rejection the lengths are part of what is sampled; else they show in nothing, and need no curve.
+    lengths = {name: config[name] for name in ("policy", "threshold") if config["verifier"] == "rejection"
+               and loaded.bundle and config.get(name)}  # fmt: skip
+    prompts = {"truncation": truncation, "keep_tokens": config.get("keep_tokens", 0)}
+    gamma = config["gamma"] if loaded.bundle else None
+    engine = loaded.engine(config["verifier"], gamma, batch_size, **prompts, **lengths)
     with progress("replay", quiet=quiet) as bar:
         return replay(folder, engine, sample, seed, loaded.facts(config["verifier"]), rescore=rescore, on_progress=bar)
 

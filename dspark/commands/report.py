@@ -19,7 +19,7 @@ from dspark.commands.calibrate import add_event_arguments
 from dspark.commands.events import gather_events
 from dspark.rollouts.store import read_rounds, read_trajectories
 from dspark.runner.acceptance import Acceptance, Drafted, by_domain
-from dspark.training.sources import sampled_as
+from dspark.training.sources import refuse_chosen, sampled_as
 
 EXAMPLES = """
 examples:
@@ -86,6 +86,7 @@ def rollout_acceptance(folders: list[str]) -> dict[str, Acceptance]:
     """Acceptance by domain over the rounds of rollout folders."""
     sequences: list[Drafted] = []
     for folder in folders:
+        refuse_chosen(folder)
         recorded = read_rounds(folder)
         for t in read_trajectories(folder):
             last = len(t.prompt_ids) + len(t.response_ids) - 1

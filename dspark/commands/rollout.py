@@ -9,24 +9,39 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dspark.commands.recipe_options import add_recipe_options, read_options
-from dspark.commands.running import Loaded, load, progress, resolve_gamma
+from dspark.commands.running import (
+    Loaded,
+    load,
+    load_curve,
+    progress,
+    resolve_gamma,
+    resolve_policy,
+    resolve_truncation,
+)
 from dspark.contracts import DsparkError
 from dspark.corpus.prompts import PromptSet, load_prompts
+from dspark.files import sha256_json
 from dspark.rollouts.collect import collect
 from dspark.rollouts.config import RolloutConfig
 from dspark.rollouts.manifest import MANIFEST_NAME
 from dspark.runner import Engine
+from dspark.runner.schedule import NEEDS_CURVE
 
 EXAMPLES = """
 examples:
   dspark rollout recipes/rollout.yaml
   dspark rollout recipes/rollout.yaml --samples_per_prompt 8 --out runs/group8
   dspark rollout recipes/rollout.yaml --commit-to-cap --gamma 3 --out runs/events
+  dspark rollout recipes/rollout.yaml --policy global --curve runs/demo/curve.json
+
+recipes/rollout.yaml says what each field means and may be; docs/scheduling.md,
+how lengths are chosen (policy, threshold, curve) and prompts cut (truncation).
 """
 
 
@@ -55,8 +70,15 @@ def roll(
     if Path(config.out).exists() and not Path(config.out).is_dir():
         raise DsparkError(f"{config.out}: expected a folder to write, but there is a file. Give --out another name.")
     loaded = loaded or load(config.target, config.dtype, config.drafter)
-    config = replace(config, gamma=_settled_gamma(config, loaded))  # so that the manifest holds it
-    engine = loaded.engine(config.verifier, config.gamma, config.batch_size, config.commit_to_cap)
+    policy = _settled_policy(config, loaded)
+    truncation, keep = resolve_truncation(config.truncation, config.keep_tokens)
+    config = replace(  # so that the manifest holds them
+        config, gamma=_settled_gamma(config, loaded), policy=policy, truncation=truncation, keep_tokens=keep
+    )
+    curve = load_curve(config.curve, loaded)
+    engine = loaded.engine(config.verifier, config.gamma, config.batch_size, curve=curve, **_schedule(config))
+    if note := engine.scheduler().told:
+        print(f"note: {note}", file=sys.stderr)
     # What an earlier run set aside stays until this one is known to continue it.
     earlier = (Path(config.out) / MANIFEST_NAME).exists()
     prompts = _prompts(config, loaded, engine, None if earlier else quarantine_path(config.out))
@@ -66,15 +88,42 @@ def roll(
             engine,
             config,
             config.out,
-            loaded.facts(config.verifier),
+            {**loaded.facts(config.verifier), "curve": sha256_json(curve.to_dict()) if curve else None},
             bar,
             eos_ids=loaded.target.eos_ids,
             decode=loaded.tokenizer.decode,
         )
     if earlier:
         _prompts(config, loaded, engine, quarantine_path(config.out))
-    told = {"skipped_prompts": config.skip, "dropped_rows": len(prompts.dropped)}
-    return {**summary, **told, "quarantine": str(quarantine_path(config.out))}
+    told: dict[str, Any] = {"skipped_prompts": config.skip, "dropped_rows": len(prompts.dropped)}
+    told["policy"], told["verifier"] = config.policy, config.verifier
+    prefixes = engine.prefixes
+    told |= {"prompt_tokens": prefixes.prompt_tokens, "prompt_tokens_reused": prefixes.reused,
+             "prefix_hits": prefixes.hits}  # fmt: skip
+    return {**summary, **told, "quarantine": str(quarantine_path(config.out)) if prompts.dropped else None}
+
+
+def _schedule(config: RolloutConfig) -> dict[str, Any]:
+    """Of EngineOptions."""
+    names = ("commit_to_cap", "threshold", "truncation", "keep_tokens")
+    return {"policy": config.policy or "fixed", **{name: getattr(config, name) for name in names}}
+
+
+def _settled_policy(config: RolloutConfig, loaded: Loaded) -> str:
+    """Raises DsparkError for a policy, or a curve, that nothing would read."""
+    if loaded.bundle is None:
+        for name in ("policy", "curve", "commit_to_cap"):
+            if value := getattr(config, name):
+                raise DsparkError(
+                    f"{name}: expected a draft model with it, but got {name} {value} and none. Give --drafter."
+                )
+        return ""
+    policy = resolve_policy(config.policy, config.verifier)
+    if config.curve and policy not in NEEDS_CURVE:
+        raise DsparkError(
+            f"curve: expected policy {', '.join(NEEDS_CURVE)} with it, but got {policy}. Give --policy global."
+        )
+    return policy
 
 
 def _settled_gamma(config: RolloutConfig, loaded: Loaded) -> int | None:
@@ -112,6 +161,14 @@ def as_text(summary: dict[str, Any]) -> str:
         f"{summary['new_tokens']} tokens in this run, {summary['tokens_per_second']:.0f} tokens/s; "
         f"{summary['resumed']} trajectories were there already",
     ]
+    if rounds := summary["rounds"]:
+        verified, accepted = summary["drafts_verified"] / rounds, summary["drafts_accepted"] / rounds
+        lines.append(f"{verified:.2f} drafts verified and {accepted:.2f} accepted per round ({summary['policy']})")
+    if summary["prompt_tokens_reused"]:
+        lines.append(
+            f"{summary['prompt_tokens_reused']} of {summary['prompt_tokens']} prompt tokens were read before "
+            f"({summary['prefix_hits']} prompts began like another one)"
+        )
     if summary["skipped_prompts"]:
         lines.append(f"{summary['skipped_prompts']} prompts were passed over (skip)")
     if summary["dropped_rows"]:

@@ -19,7 +19,9 @@ from dspark.export.bundle import Bundle, check_gamma, check_target, load_bundle
 from dspark.files import sha256_json
 from dspark.rollouts.manifest import run_facts
 from dspark.runner import Engine, EngineOptions
-from dspark.settings import Settings
+from dspark.runner.curve import CapacityCurve
+from dspark.runner.schedule import Policy
+from dspark.settings import Settings, TruncationMode
 from dspark.slot_maps import SlotMap, of_temperatures
 from dspark.target.decoder import Target
 from dspark.target.load import load_target, load_tokenizer
@@ -43,13 +45,18 @@ class Loaded:
         tokenizer = self.tokenizer
         return sha256_json([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template or ""])
 
-    def engine(self, verifier: str, gamma: int | None, max_batch: int = 32, commit_to_cap: bool = False) -> Engine:
-        """A runner over these models. gamma: drafts verified per round (None: DEEPINFER_USE_NEXTN_DECODE when it is
-        set, else the trained block). Raises DsparkError when it exceeds the trained block."""
-        gamma = resolve_gamma(gamma, self.bundle)
-        options = EngineOptions(
-            cast(VerifierName, verifier), max_batch=max_batch, verify_tokens=gamma, commit_to_cap=commit_to_cap
+    def engine(self, verifier: str, gamma: int | None, max_batch: int = 32, **more: Any) -> Engine:
+        """A runner over these models. gamma: most drafts verified per round (None: DEEPINFER_USE_NEXTN_DECODE when it
+        is set, else the trained block). more: of EngineOptions. Raises DsparkError when gamma exceeds the trained
+        block."""
+        settings = Settings.from_env()
+        gamma = resolve_gamma(gamma, self.bundle) if self.bundle else None
+        if "max_backtracking_tokens" in settings.origins:
+            more["backtracking"] = settings.max_backtracking_tokens
+        more["truncation"], more["keep_tokens"] = resolve_truncation(
+            more.get("truncation", ""), more.get("keep_tokens", 0)
         )
+        options = EngineOptions(cast(VerifierName, verifier), max_batch=max_batch, verify_tokens=gamma, **more)
         return Engine(self.target, self.bundle.drafter if self.bundle else None, options)
 
     def facts(self, verifier: str) -> dict[str, Any]:
@@ -82,16 +89,25 @@ def _calibration_hash(bundle: Bundle | None) -> str | None:
 def load(source: str, dtype: str, drafter: str | Path = "") -> Loaded:
     """Raises DsparkError: a source that is not there, a draft model that was trained for another target, or operations
     that fail their self-test at this target's shapes."""
-    refuse_unbuilt_switches(Settings.from_env())
     target = load_target(source, dtype)
     assert target.self_tested
     bundle = None
-    if drafter:
+    if not drafter:
+        _tell_idle_switches(Settings.from_env())
+    else:
         bundle = load_bundle(drafter)
         check_target(bundle, target)
         bundle.drafter.to(target.dtype).bind(target.embed_weight, target.head_weight).eval()
         _apply_temperature_switch(bundle)
     return Loaded(source, dtype, target, bundle)
+
+
+def _tell_idle_switches(settings: Settings) -> None:
+    """On stderr: switches of drafting, where there is no draft model."""
+    idle = ("use_nextn_decode", "enable_mtp_varlen", "dflash_confidence_head_temperature")
+    for name in idle:
+        if name in settings.origins:
+            print(f"note: {settings.origins[name]} has no effect, for there is no draft model.", file=sys.stderr)
 
 
 def resolve_gamma(gamma: int | None, bundle: Bundle | None) -> int | None:
@@ -105,17 +121,45 @@ def resolve_gamma(gamma: int | None, bundle: Bundle | None) -> int | None:
     return gamma
 
 
-def refuse_unbuilt_switches(settings: Settings) -> None:
-    """A switch that asks for what this build does not do is refused, never ignored."""
-    asked = {
-        "DEEPINFER_ENABLE_MTP_VARLEN": settings.enable_mtp_varlen,
-        "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE": settings.yoco_prefill_truncation_mode != "off",
-        "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": "yoco_prefill_keep_tokens" in settings.origins,
-        "DEEPINFER_MAX_BACKTRACKING_TOKENS": "max_backtracking_tokens" in settings.origins,
-    }
-    for name, on in asked.items():
-        if on:
-            raise DsparkError(f"{name}: expected it unset, for this build does not do what it asks for yet. Unset it.")
+def resolve_policy(policy: str, verifier: str) -> Policy:
+    """How many drafts are verified, from the recipe and DEEPINFER_ENABLE_MTP_VARLEN; both, and against each other: an
+    error. Without a word of either the length is fixed."""
+    varlen = policy != "fixed" if policy else None
+    settings = Settings.from_env().merge({"enable_mtp_varlen": varlen}, f"the recipe (policy {policy})")
+    if policy or not settings.enable_mtp_varlen:
+        return cast(Policy, policy or "fixed")
+    if verifier == "rejection":
+        raise DsparkError(
+            f"{settings.origins['enable_mtp_varlen']}: expected a policy with the rejection verifier, under which only "
+            "threshold keeps a trajectory independent of its batch. Give --policy threshold --threshold 0.3, or the "
+            "coupled verifier."
+        )
+    return "global"
+
+
+def resolve_truncation(mode: str, keep: int) -> tuple[TruncationMode, int]:
+    """How prompts are cut and what is kept of them, from the recipe and DEEPINFER_YOCO_PREFILL_*; both with different
+    values: an error."""
+    given = {"yoco_prefill_truncation_mode": mode, "yoco_prefill_keep_tokens": keep} if mode else {}
+    settings = Settings.from_env().merge(given, "the recipe (truncation, keep_tokens)")
+    return settings.yoco_prefill_truncation_mode, settings.yoco_prefill_keep_tokens
+
+
+def load_curve(path: str, loaded: Loaded) -> CapacityCurve | None:
+    """The capacity curve of a file ("": none). One that was measured on something else is taken, and that is said on
+    stderr: it makes schedules slower, never wrong. Raises DsparkError for a file that is none."""
+    if not path:
+        return None
+    curve = CapacityCurve.load(path)
+    here = {
+        "machine": ops.fingerprint(), "target": loaded.target.fingerprint, "dtype": loaded.dtype,
+        "drafter": loaded.bundle.hash if loaded.bundle else None,
+    }  # fmt: skip
+    other = [name for name, value in here.items() if name in curve.facts and curve.facts[name] != value]
+    if other:
+        told = f"note: {path} was measured with another {' and '.join(other)}"
+        print(f"{told}: lengths may be chosen badly. Measure it again: dspark profile.", file=sys.stderr)
+    return curve
 
 
 def _apply_temperature_switch(bundle: Bundle) -> None:

@@ -32,6 +32,12 @@ class Context:
         if self.features is not None and fresh.features is not None:
             self.features[rows] = fresh.features
 
+    def copy(self, source: int, to: int, count: int) -> None:
+        """Rows source ... source + count - 1, also at rows to ...; the two do not overlap."""
+        rows = [tensor for layer in self.layers for tensor in layer]
+        for tensor in [*rows, *([] if self.features is None else [self.features])]:
+            tensor[to : to + count] = tensor[source : source + count]
+
     def last(self, begin: Tensor, end: Tensor) -> Tensor:
         """The features [B,H] in row end - 1 of each block; zeros where begin == end (nothing before the anchor)."""
         assert self.features is not None, "this context was made without features"

@@ -16,7 +16,7 @@ from torch import Tensor
 from dspark.contracts import DsparkError
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.model import Drafter
-from dspark.files import tensor_hash
+from dspark.files import share, tensor_hash
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -36,6 +36,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
     """Raises DsparkError when there is no room, or the place cannot be written."""
     try:
         save_file(tensors, path, metadata)
+        share(path)
     except (OSError, SafetensorError) as error:
         raise DsparkError(f"{path}: expected room for the weights, but got: {error}.") from error
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from dspark.contracts import Completion, DsparkError, Request, SamplingParams
 from dspark.corpus.prompts import Prompt, prompts_hash
-from dspark.noise import RNG_SCHEME, derive_seed
+from dspark.noise import derive_seed, rng_scheme
 from dspark.rollouts.config import RolloutConfig
 from dspark.rollouts.rewards import RewardInput, Scorer, load_reward
 from dspark.rollouts.store import TrajectoryWriter
@@ -73,7 +73,7 @@ def collect(
     started = time.perf_counter()
     with TrajectoryWriter(out_dir, run, order, config.shard_size) as writer:
         resumed, resumed_tokens = writer.done, writer.tokens
-        _generate(items, engine, params, config.run_seed, writer, scorer, decode, on_progress)
+        rounds = _generate(items, engine, params, config, writer, scorer, decode, on_progress)
         manifest = writer.finish()
         new_tokens = writer.tokens - resumed_tokens
     seconds = time.perf_counter() - started
@@ -84,6 +84,7 @@ def collect(
         "duplicate_prompts": duplicates,
         "resumed": resumed,
         "new_tokens": new_tokens,
+        **rounds,
         "seconds": seconds,
         "tokens_per_second": new_tokens / seconds,
         "reward_failures": counts["rewards_missing"] if config.reward else 0,
@@ -96,15 +97,17 @@ def _generate(
     items: list[Item],
     engine: Generator,
     params: SamplingParams,
-    run_seed: int,
+    config: RolloutConfig,
     writer: TrajectoryWriter,
     scorer: Scorer,
     decode: Decode | None,
     on_progress: OnProgress | None,
-) -> None:
+) -> dict[str, int]:
+    """Returns how many rounds drafted, and how many drafts were verified and accepted in them."""
+    counted = {"rounds": 0, "drafts_verified": 0, "drafts_accepted": 0}
     left = [items[place] for place in writer.missing()]
     requests = [
-        Request(prompt.prompt_ids, params.with_seed(derive_seed(run_seed, prompt.prompt_id, sample)))
+        Request(prompt.prompt_ids, params.with_seed(derive_seed(config.run_seed, prompt.prompt_id, sample)))
         for prompt, sample in left
     ]
 
@@ -112,7 +115,13 @@ def _generate(
         item, request = left[index], requests[index]
         if writer.has(_trajectory_id(item)):
             return
-        writer.add(_trajectory(item, request, completion, scorer, decode), completion.rounds)
+        for r in completion.rounds:
+            counted["rounds"] += 1
+            counted["drafts_verified"] += r.verified
+            counted["drafts_accepted"] += r.accepted
+        writer.add(
+            _trajectory(item, request, completion, rng_scheme(config.verifier), scorer, decode), completion.rounds
+        )
         if on_progress:
             on_progress(writer.done, len(items), writer.tokens)
 
@@ -121,10 +130,11 @@ def _generate(
     if requests:
         for index, completion in enumerate(engine.generate(requests, keep)):
             keep(index, completion)  # for a runner that announced none of them
+    return counted
 
 
 def _trajectory(
-    item: Item, request: Request, completion: Completion, scorer: Scorer, decode: Decode | None
+    item: Item, request: Request, completion: Completion, scheme: str, scorer: Scorer, decode: Decode | None
 ) -> Trajectory:
     prompt, _ = item
     sample = RewardInput(
@@ -144,8 +154,8 @@ def _trajectory(
         prompt_ids=request.prompt_ids,
         **completion_fields(completion),
         reward=scorer(sample, _trajectory_id(item)),
-        seq_seed=request.params.seq_seed,
-        rng_scheme=RNG_SCHEME,
+        seq_seed=completion.seq_seed,
+        rng_scheme=scheme,
         sampling=sampling_json(request.params),
     )
 

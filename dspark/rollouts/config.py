@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from dspark.contracts import DsparkError, SamplingParams
+from dspark.runner.schedule import NEEDS_CURVE, POLICIES
+from dspark.settings import TRUNCATIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +21,12 @@ class RolloutConfig:
     limit: the first so many after them (0 = all).
     samples_per_prompt: sequences per prompt, one group each. run_seed: all randomness comes from it, the prompt's id
     and the sample's index. stop_ids: token ids that end a sequence (None = the tokenizer's end of sequence).
-    verifier: "greedy", "coupled" or "rejection". gamma: drafts verified per round (None = the trained block).
-    commit_to_cap: verify the whole block but commit at most gamma, for uncensored acceptance labels.
+    verifier: "greedy", "coupled" or "rejection". gamma: most drafts verified per round (None = the trained block).
+    policy: how many of them are, of runner/schedule.py ("" = global where DEEPINFER_ENABLE_MTP_VARLEN is 1, else
+    fixed); threshold: of the policy of that name; curve: the capacity curve the others weigh against (a file, ""=none).
+    truncation, keep_tokens: bounded replay of prompts, off, compact or mask ("" = as the
+    DEEPINFER_YOCO_PREFILL_* switches say, else off): an approximation, and a part of what is sampled.
+    commit_to_cap: verify the whole block but commit what the policy would have verified, for uncensored labels.
     batch_size: sequences in flight. shard_size: trajectories per file. reward: "module:function",
     "path/to/file.py:function" or "" (see rewards.py). out: the folder to write.
     """
@@ -42,6 +48,11 @@ class RolloutConfig:
     stop_ids: tuple[int, ...] | None = None
     verifier: str = "coupled"
     gamma: int | None = None
+    policy: str = ""
+    threshold: float = 0.0
+    curve: str = ""
+    truncation: str = ""
+    keep_tokens: int = 0
     commit_to_cap: bool = False
     batch_size: int = 32
     shard_size: int = 256
@@ -62,6 +73,28 @@ class RolloutConfig:
             ("out", self.out.strip() != "", "a folder's name"),
             ("verifier", self.verifier in ("greedy", "coupled", "rejection"), "greedy, coupled or rejection"),
             ("verifier", self.verifier != "greedy" or self.temperature == 0, "coupled or rejection at temperature > 0"),
+            ("policy", self.policy in ("", *POLICIES), f"one of {', '.join(POLICIES)}, or empty"),
+            (
+                "policy",
+                self.verifier != "rejection" or self.policy in ("", "fixed", "threshold"),
+                "fixed or threshold "
+                "with the rejection verifier: by any other a trajectory would depend on what else is in the batch",
+            ),
+            ("threshold", 0 <= self.threshold <= 1, "from 0 to 1"),
+            ("threshold", (self.threshold > 0) == (self.policy == "threshold"), "> 0 with policy threshold, 0 without"),
+            (
+                "curve",
+                not self.curve or self.policy in ("", *NEEDS_CURVE),
+                f"with policy {', '.join(NEEDS_CURVE)} alone",
+            ),
+            ("truncation", self.truncation in ("", *TRUNCATIONS), "off, compact or mask, or empty"),
+            ("keep_tokens", self.keep_tokens >= 0, ">= 0"),
+            (
+                "truncation",
+                bool(self.keep_tokens) == (self.truncation in TRUNCATIONS[1:]),
+                "compact or mask with keep_tokens > 0 (at least the consumers' window and the backtracking), neither "
+                f"without the other (keep_tokens is {self.keep_tokens})",
+            ),
             ("run_seed", 0 <= self.run_seed < 2**63, "in [0, 2**63)"),
         )
         for name, ok, wanted in checks:
@@ -93,7 +126,8 @@ class RolloutConfig:
                 close = difflib.get_close_matches(str(key), known, 1)
                 hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
                 raise DsparkError(f"{where}: expected known keys, but got {key!r}. {hint}")
-        return cls(**values)
+        bare = {"truncation": "off"} if values.get("truncation") is False else {}  # YAML 1.1 reads a bare off so
+        return cls(**{**values, **bare})
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

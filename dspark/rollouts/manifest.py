@@ -24,7 +24,7 @@ import torch
 
 from dspark.contracts import DsparkError
 from dspark.files import atomic_write, canonical_json, child_path, read_json, sha256_json
-from dspark.noise import RNG_SCHEME
+from dspark.noise import rng_scheme
 
 MANIFEST_NAME = "manifest.json"
 FORMAT, VERSION = "dspark-rollouts", 1
@@ -32,8 +32,23 @@ FACTS = ("target", "drafter", "calibration", "tokenizer", "verifier", "dtype", "
 # May change when a run is resumed: paths (the hashes count, not the places) and what the reproducibility contract says
 # has no influence on the results.
 _FREE = frozenset(
-    {"threads", "batch_size", "draft_layers", "config.prompts", "config.target", "config.drafter", "config.out"}
+    {
+        "threads",
+        "batch_size",
+        "draft_layers",
+        "config.prompts",
+        "config.target",
+        "config.drafter",
+        "config.out",
+        "config.curve",
+    }
 )  # draft_layers: a part of `drafter`
+
+# What a manifest of an earlier release, which lacks them, stands for.
+_ABSENT = {
+    "run.config.policy": ("", "fixed"), "run.config.threshold": (0.0,), "run.config.truncation": ("", "off"),
+    "run.config.keep_tokens": (0,), "run.curve": (None,),
+}  # fmt: skip
 
 
 def run_facts(
@@ -57,7 +72,7 @@ def run_facts(
     """
     given = dict(locals())
     versions = {"torch": torch.__version__, "pyarrow": pyarrow.__version__, "python": platform.python_version()}
-    return {**given, "versions": versions, "rng_scheme": RNG_SCHEME}
+    return {**given, "versions": versions, "rng_scheme": rng_scheme(verifier)}
 
 
 def new_manifest(run: dict[str, Any], order: list[str], shard_size: int) -> dict[str, Any]:
@@ -87,10 +102,11 @@ def identity(manifest: dict[str, Any]) -> dict[str, Any]:
 def check_same_run(old: dict[str, Any], new: dict[str, Any], folder: Path) -> None:
     """Raises DsparkError naming what differs between the run in the folder and the one about to continue it."""
     was, now = identity(old), identity(new)
+    was |= {key: now[key] for key, meant in _ABSENT.items() if key in now and key not in was and now[key] in meant}
     differing = [key for key in sorted(was.keys() | now.keys()) if was.get(key, ...) != now.get(key, ...)]
     if differing:
         said = [k for k in differing if not k.endswith("sha256") and k != "run.sampling"] or differing  # plain values
-        shown = "; ".join(f"{k.removeprefix('run.')} was {was.get(k)!r}, now {now.get(k)!r}" for k in said[:6])
+        shown = "; ".join(f"{k.removeprefix('run.')} was {_told(was, k)}, now {_told(now, k)}" for k in said[:6])
         more = f"; and {len(said) - 6} more" if len(said) > 6 else ""
         raise DsparkError(
             f"{folder}: expected the settings that started this run, but got others: {shown}{more}. "
@@ -165,6 +181,11 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     for key, inner in value.items():
         flat |= _flatten(inner, f"{prefix}.{key}" if prefix else key)
     return flat
+
+
+def _told(facts: dict[str, Any], key: str) -> str:
+    found = facts.get(key, ...)
+    return "not recorded" if found is ... else repr(found)
 
 
 def _is_free(key: str) -> bool:

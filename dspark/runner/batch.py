@@ -9,6 +9,9 @@ from torch import Tensor
 
 from dspark.contracts import MTPPredictInfo
 from dspark.runner.sequence import Sequence
+from dspark.settings import TruncationMode
+from dspark.target.replay import Replay, replay_of
+from dspark.target.rings import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +59,37 @@ class FlatBatch:
             decoding, lengths, chunks, torch.tensor(ids), where, begin + where, begin, torch.tensor(logit_rows)
         )
 
+    @property
+    def spans(self) -> list[Span]:
+        """The rows sequence by sequence, for layers that keep rings. Before advance_prefill."""
+        decoded = [Span(s.ring, s.anchor, n + 1, False) for s, n in zip(self.decoding, self.lengths, strict=True)]
+        return decoded + [Span(s.ring, s.cached, take, True) for s, take in self.chunks]
+
+    def replay(self, mode: TruncationMode, keep: int) -> Replay | None:
+        """Which rows go through the consumer layers of a decoder-decoder target. Before advance_prefill."""
+        sequences = self.decoding + [s for s, _ in self.chunks]
+        return replay_of(self.spans, [s.base for s in sequences], [s.prompt_length for s in sequences], mode, keep)
+
     def advance_prefill(self) -> list[Sequence]:
         """Mark the chunks as processed. Returns the sequences whose prompt is now complete, in ``logit_rows`` order."""
         for sequence, take in self.chunks:
             sequence.cached += take
         return [s for s, _ in self.chunks if not s.prefilling]
 
-    def final_rows(self, kept: list[int]) -> Tensor:
-        """Flat rows that will not be rolled back: the first kept[r] of each decoding sequence and every prompt row."""
+    def final_rows(self, kept: list[int], window: int = 0) -> Tensor:
+        """Flat rows that will not be rolled back: the first kept[r] of each decoding sequence and every prompt row.
+
+        window: of the draft model's context (0: all of it). What lies before the window of the prompt's last token no
+        block will see, so those rows are left out: a bounded replay that is exact.
+        """
         final: list[int] = []
         start = 0
         for length, n in zip(self.lengths, kept, strict=True):
             final += range(start, start + n)
             start += length + 1
-        return torch.tensor([*final, *range(start, len(self.ids))])
+        for sequence, take in self.chunks:
+            seen = sequence.prompt_length - 1 - window if window else 0
+            first = sequence.cached - take  # they have been advanced past the chunk
+            final += range(start + min(max(0, seen - first), take), start + take)
+            start += take
+        return torch.tensor(final, dtype=torch.int64)

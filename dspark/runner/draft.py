@@ -35,6 +35,7 @@ class DraftStage:
         config = drafter.config
         self.drafter, self.verifier, self.width = drafter, verifier, width
         self.maps = drafter.confidence_head.maps if drafter.confidence_head else ()
+        self.window = config.sliding_window  # context tokens a block may see; 0: all
         self.context = Context.empty(config, capacity, drafter.dtype)
 
     def commit(self, features: Tensor, positions: Tensor, rows: Tensor) -> None:
@@ -45,13 +46,13 @@ class DraftStage:
         """Draft one block per sequence, each token drawn with the request's own law shaping and keyed noise."""
         anchors = torch.tensor([s.anchor for s in sequences])
         begin = torch.tensor([s.base for s in sequences])
-        stream = noise.DRAFT if self.verifier == "rejection" else noise.TARGET
         laws: list[Tensor] = []
 
         def choose(slot: int, logits: Tensor) -> Tensor:
-            probs = sampling.shape(logits)
+            probs, stream = sampling.shape(logits), noise.TARGET
             if self.verifier == "rejection":
                 laws.append(probs)
+                stream = noise.draft_stream(slot)
             ids = self.drafter.draft_ids
             column = ops.gumbel_argmax(probs, sampling.seeds, stream, anchors + slot + 1, ids)
             return self.drafter.vocab_ids(column)

@@ -1,20 +1,22 @@
 """The loop: admit, draft, schedule, verify, commit, over a continuous batch.
 
-One call of ``_Run.round`` is one target pass over a flat batch of rows: for every running request its anchor and the
+One call of ``Run.round`` is one target pass over a flat batch of rows: for every running request its anchor and the
 drafts to be verified, for every request still prefilling the next chunk of its prompt. Every operation gives a row the
 same bits whatever other rows are in the call, so what a request produces does not depend on its companions, the chunk
 size, the arena row it landed in, or how many drafts were verified.
 
-Left out here on purpose: policies that read confidences, prefix caching, preemption (a request is admitted only when
-all the rows it can ever need are free).
+Left out here on purpose: preemption (a request is admitted only when all the rows it can ever need are free).
 """
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,24 +26,41 @@ from dspark.contracts import Completion, DsparkError, MTPPredictInfo, Request, R
 from dspark.drafter.model import Drafter
 from dspark.runner import schedule
 from dspark.runner.batch import FlatBatch
+from dspark.runner.curve import CapacityCurve
 from dspark.runner.draft import Drafts, DraftStage
+from dspark.runner.prefix import WORTH_WAITING, PrefixCount, Source, sources
+from dspark.runner.schedule import POLICIES, Policy, Scheduler
 from dspark.runner.score import Finished, check_ids, score
 from dspark.runner.sequence import Sequence
 from dspark.runner.verify import SamplingRows, Verdict, verify
+from dspark.settings import MIN_BACKTRACKING, TRUNCATIONS, TruncationMode
 from dspark.target.cache import Arena, KVCache
 from dspark.target.decoder import Target
+from dspark.target.replay import check_replay
 
 OnFinish = Callable[[int, Completion], None]
 
 
+class Lengths(Protocol):
+    """What decides how many drafts of each request are verified; see Scheduler."""
+
+    def lengths(self, predictions: list[MTPPredictInfo], other_rows: int = 0) -> list[int]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How the runner works. None of it changes what a request produces under the coupled and greedy verifiers.
+    """How the runner works. None of it changes what a request produces under the coupled and greedy verifiers, but for
+    truncation.
 
     verifier: greedy (temperature 0 only), coupled or rejection. max_batch: requests in flight. prefill_chunk: prompt
-    tokens per pass. verify_tokens: drafts verified per round (None = the whole block; 0 = none). kv_tokens: arena rows.
-    commit_to_cap: verify the whole block but commit at most verify_tokens drafts, so that a capped run still records
-    untruncated labels.
+    tokens per pass. verify_tokens: most drafts verified per round (None = the whole block; 0 = none). kv_tokens: arena
+    rows. policy: how many of them are (schedule.py); all but fixed read the confidences. threshold: of the policy of
+    that name. curve: what early_stop, lagged_global and global weigh tokens against. commit_to_cap: verify the whole
+    block but commit what the policy would have verified, so that such a run still records untruncated labels.
+    backtracking: most tokens of a sequence that a pass may roll back (None: what the block needs, at least 6); layers
+    with a sliding window keep so many entries more. reuse_prefixes: copy what a prompt shares with another one instead
+    of computing it again (prefix.py). truncation, keep_tokens: bounded replay of prompts (target/replay.py): an
+    approximation, the one option here that changes what a request produces.
     """
 
     verifier: VerifierName = "coupled"
@@ -50,10 +69,31 @@ class EngineOptions:
     verify_tokens: int | None = None
     kv_tokens: int = 16384
     commit_to_cap: bool = False
+    policy: Policy = "fixed"
+    threshold: float = 0.0
+    curve: CapacityCurve | None = None
+    reuse_prefixes: bool = True
+    backtracking: int | None = None
+    truncation: TruncationMode = "off"
+    keep_tokens: int = 0
 
     def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise DsparkError(f"runner: expected a policy of {', '.join(POLICIES)}, but got {self.policy!r}.")
+        if not 0.0 <= self.threshold <= 1.0:
+            raise DsparkError(f"runner: expected a threshold from 0 to 1, but got {self.threshold}.")
+        if self.policy == "global" and self.verifier == "rejection":
+            raise DsparkError(
+                "runner: policy global expects the coupled or the greedy verifier, but got rejection: it cuts a block "
+                "by what its later drafts are, which changes the law of the output. Use lagged_global or early_stop."
+            )
         if self.verifier not in ("greedy", "coupled", "rejection"):
             raise DsparkError(f"runner: expected verifier greedy, coupled or rejection, but got {self.verifier!r}.")
+        if self.truncation not in TRUNCATIONS or (self.truncation != "off") != (self.keep_tokens > 0):
+            raise DsparkError(
+                "runner: expected truncation compact or mask with keep_tokens > 0, or off without, but got "
+                f"{self.truncation!r} and {self.keep_tokens}."
+            )
         if self.commit_to_cap and self.verifier == "rejection":
             raise DsparkError(
                 "runner: commit_to_cap expects the coupled or the greedy verifier, but got rejection. Collect "
@@ -73,20 +113,36 @@ class Engine:
     def __init__(self, target: Target, drafter: Drafter | None = None, options: EngineOptions | None = None):
         self.target, self.drafter = target, drafter
         self.options = options or EngineOptions()
+        self.prefixes = PrefixCount()  # of the last generate call
         self.taps = tuple(drafter.config.target_layer_ids) if drafter else ()
         block = drafter.config.num_predictions if drafter else 0
         self.verify_tokens = block if self.options.verify_tokens is None else self.options.verify_tokens
-        if not 0 <= self.verify_tokens <= block and drafter is not None:
+        if not 0 <= self.verify_tokens <= block:
             raise DsparkError(
-                f"runner: expected verify_tokens between 0 and the trained block size {block}, but got "
+                f"runner: expected verify_tokens between 0 and the trained block size {block} (0 without one), but got "
                 f"{self.verify_tokens}. Lower it (DEEPINFER_USE_NEXTN_DECODE), or train with a larger block."
             )
+        if self.options.policy != "fixed":
+            _refuse_confidences(drafter, self.options)
+        given = self.options.backtracking
+        needed = (block if self.options.commit_to_cap else self.verify_tokens) + 1
+        if given is not None and given < needed:
+            raise DsparkError(
+                f"runner: expected backtracking >= {needed} (a round and its anchor), but got {given}. Raise "
+                "DEEPINFER_MAX_BACKTRACKING_TOKENS."
+            )
+        self.backtracking = max(MIN_BACKTRACKING, needed) if given is None else given
+        check_replay(target.config, self.options.truncation, self.options.keep_tokens, self.backtracking, self.taps)
+
+    def scheduler(self) -> Scheduler:
+        """A run's policy, fresh."""
+        options = self.options
+        return Scheduler(options.policy, self.verify_tokens, options.threshold, options.curve)
 
     def generate(self, requests: list[Request], on_finish: OnFinish | None = None) -> list[Completion]:
         """Finish all requests; completions come back in request order, ``on_finish(index, completion)`` as they end."""
-        self._check(requests)
-        self.target.refresh()
-        run = _Run(self, requests)
+        run = self.begin(requests)
+        self.prefixes = run.prefixes
         completions: dict[int, Completion] = {}
         with torch.inference_mode():
             while run.busy:
@@ -96,10 +152,23 @@ class Engine:
                         on_finish(sequence.index, completions[sequence.index])
         return [completions[i] for i in range(len(requests))]
 
+    def begin(self, requests: list[Request]) -> Run:
+        """The run over these requests, before its first round, for one who looks at rounds. Raises DsparkError for
+        requests that the runner cannot finish."""
+        self._check(requests)
+        self.target.refresh()
+        return Run(self, [_seeded(request) for request in requests])
+
     def score(
         self, prompt_ids: tuple[int, ...], response_ids: tuple[int, ...], params: SamplingParams
     ) -> tuple[Tensor, Tensor]:
-        """(logprobs, raw_logprobs) [len(response)] fp32 of a finished sequence: see score.score."""
+        """(logprobs, raw_logprobs) [len(response)] fp32 of a finished sequence: see score.score. Raises DsparkError
+        where prompts are cut: a teacher-forced pass reads them whole."""
+        if self.options.truncation != "off":
+            raise DsparkError(
+                f"runner: expected truncation off to score with, but got {self.options.truncation}: prompts that were "
+                "cut have other log-probabilities than a teacher-forced pass gives."
+            )
         with torch.inference_mode():
             return score(self.target, [Finished(prompt_ids, response_ids, params)])
 
@@ -120,19 +189,54 @@ class Engine:
                 )
 
 
-class _Run:
-    """The state of one generate call: waiting and running sequences, and the arenas their rows live in."""
+def _seeded(request: Request) -> Request:
+    """A request without a seed gets one of its own, from the system: two of them are not the same sample twice."""
+    if request.params.seq_seed is not None:
+        return request
+    return replace(request, params=request.params.with_seed(secrets.randbits(63)))
+
+
+def _refuse_confidences(drafter: Drafter | None, options: EngineOptions) -> None:
+    if drafter is None or drafter.confidence_head is None:
+        got = "there is no draft model" if drafter is None else "this one has none"
+        raise DsparkError(
+            f"runner: policy {options.policy} expects a draft model with a confidence head, but {got}. Use policy "
+            "fixed."
+        )
+    if options.verifier == "rejection" and drafter.config.confidence_with_law:
+        raise DsparkError(
+            f"runner: policy {options.policy} with the rejection verifier expects confidences that do not know the "
+            "drafted token, but this head reads the odds of it (confidence_with_law): cutting by them changes the law "
+            "of the output. Use the coupled verifier, policy fixed, or a head trained with "
+            "--model.init_args.with_law=false."
+        )
+
+
+class Run:
+    """The state of one generate call: waiting and running sequences, and the arenas their rows live in.
+
+    drafting_seconds: of the last round, what drafting took.
+    """
 
     def __init__(self, engine: Engine, requests: list[Request]):
         self.engine, self.target, self.options, self.taps = engine, engine.target, engine.options, engine.taps
         needs = [len(r.prompt_ids) + r.params.max_tokens for r in requests]
         capacity = max(1, min(sum(needs), self.options.kv_tokens))
         config = self.target.config
-        self.cache = KVCache(config.num_layers, capacity, config.num_kv_heads, config.head_dim, self.target.dtype)
+        rings = min(self.options.max_batch, len(requests))
+        self.cache = KVCache(
+            config.cached_windows, capacity, config.num_kv_heads, config.head_dim, self.target.dtype,
+            rings, engine.backtracking, max(needs, default=0),
+        )  # fmt: skip
+        self.rings = list(range(rings)) if self.cache.entries else [0] * len(requests)  # free ones
         self.arena = Arena(capacity)
         self.waiting = deque(enumerate(requests))
         self.running: list[Sequence] = []
+        self.kept: list[Sequence] = []  # finished, oldest first; their rows stay until the room is needed
+        self.prefixes = PrefixCount()
         self.drafting = self._draft_stage(capacity)
+        self.scheduler: Lengths = engine.scheduler()
+        self.drafting_seconds = 0.0
 
     def _draft_stage(self, capacity: int) -> DraftStage | None:
         drafter, options = self.engine.drafter, self.options
@@ -149,26 +253,43 @@ class _Run:
         """One target pass: draft, schedule, verify, commit. Returns the sequences that finished in it."""
         self._admit()
         decoding = [s for s in self.running if not s.prefilling]
+        begin = time.perf_counter()
         drafts = self._draft(decoding)
-        lengths = self._schedule(decoding, drafts.predictions)
-        batch = FlatBatch.build(decoding, drafts.predictions, lengths, self._prefill_chunks())
+        self.drafting_seconds = time.perf_counter() - begin
+        chunks = self._prefill_chunks()
+        caps = self.scheduler.lengths(drafts.predictions, sum(take for _, take in chunks))
+        lengths = [len(p.token_ids) for p in drafts.predictions] if self.options.commit_to_cap else caps
+        batch = FlatBatch.build(decoding, drafts.predictions, lengths, chunks)
+        replay = batch.replay(self.options.truncation, self.options.keep_tokens)
         hidden, features = self.target.forward(
-            batch.ids, batch.positions, batch.rows, batch.begin, batch.rows + 1, self.cache, self.taps
-        )
-        kept = self._verify(batch, hidden, drafts, lengths)
+            batch.ids, batch.positions, batch.rows, batch.begin, batch.rows + 1, self.cache, self.taps, batch.spans,
+            replay,
+        )  # fmt: skip
+        kept = self._verify(batch, hidden, drafts, caps)
         if self.drafting and features is not None:
-            final = batch.final_rows(kept)
+            final = batch.final_rows(kept, self.drafting.window)
             self.drafting.commit(features[final], batch.positions[final], batch.rows[final])
         return self._retire()
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.options.max_batch:
             index, request = self.waiting[0]
-            base = self.arena.alloc(len(request.prompt_ids) + request.params.max_tokens)
+            base = self._room(len(request.prompt_ids) + request.params.max_tokens)
             if base is None:
                 return
             self.waiting.popleft()
-            self.running.append(Sequence(index, request, base))
+            self.running.append(Sequence(index, request, base, self.rings.pop()))
+            self.prefixes.prompt_tokens += len(request.prompt_ids)
+
+    def _room(self, rows: int) -> int | None:
+        """A free region; finished sequences give theirs up for it, the oldest first."""
+        while True:
+            base = self.arena.alloc(rows) if self.rings else None
+            if base is not None or not self.kept:
+                return base
+            oldest = self.kept.pop(0)
+            self.arena.free(oldest.base)
+            self.rings.append(oldest.ring)
 
     def _draft(self, decoding: list[Sequence]) -> Drafts:
         """One entry per decoding sequence; an empty prediction where no draft can be used."""
@@ -183,24 +304,49 @@ class _Run:
         ]
         return Drafts(cut, drafts.probs)
 
-    def _schedule(self, decoding: list[Sequence], predictions: list[MTPPredictInfo]) -> list[int]:
-        return schedule.fixed(predictions, self.drafting.width if self.drafting else 0)
-
     def _prefill_chunks(self) -> list[tuple[Sequence, int]]:
         """(sequence, prompt tokens to process now), oldest first, within the pass's budget."""
         budget, chunks = self.options.prefill_chunk, []
-        for sequence in self.running:
-            if sequence.prefilling and budget > 0:
+        for i, sequence in enumerate(self.running):
+            if sequence.prefilling and budget > 0 and not self._waits(sequence, self.running[:i]):
                 take = min(budget, sequence.prompt_length - sequence.cached)
                 chunks.append((sequence, take))
                 budget -= take
         return chunks
 
-    def _verify(self, batch: FlatBatch, hidden: Tensor, drafts: Drafts, lengths: list[int]) -> list[int]:
-        """Emit tokens for the decoding sequences, and the first one of those whose prompt is now complete. Returns how
-        many tokens each decoding sequence kept (its first so many rows are final)."""
+    def _waits(self, sequence: Sequence, older: list[Sequence]) -> bool:
+        """Takes over what another prompt has of this one, before its first chunk. True while one that was admitted
+        earlier is about to compute more of it. Nobody waits for a later one, so the oldest goes on."""
+        if sequence.cached or not self.options.reuse_prefixes:
+            return False
+        source, later = sources(sequence, [*self.kept, *older], self._whole)
+        if later and later.coming - (source.ready if source else 0) > WORTH_WAITING:
+            return True
+        if not source:
+            return False
+        self.cache.copy(source.donor.base, sequence.base, source.ready, source.donor.ring, sequence.ring)
+        if self.drafting:
+            self.drafting.context.copy(source.donor.base, sequence.base, source.ready)
+        sequence.cached = source.ready
+        self.prefixes.hits += 1
+        self.prefixes.reused += source.ready
+        return False
+
+    def _whole(self, source: Source, sequence: Sequence) -> bool:
+        """Whether the donor has, or will have, every row that this sequence would look at."""
+        theirs, mine = source.donor.prompt_length, sequence.prompt_length
+        if self.cache.entries and not source.in_rings:
+            return False
+        if self.options.truncation != "off" and theirs != mine:  # another prompt's suffix begins elsewhere
+            return False
+        return theirs <= mine or not (self.drafting and self.drafting.window)
+
+    def _verify(self, batch: FlatBatch, hidden: Tensor, drafts: Drafts, caps: list[int]) -> list[int]:
+        """Emit tokens for the decoding sequences, at most caps[r] drafts and one more, and the first one of those whose
+        prompt is now complete. Returns how many tokens each decoding sequence kept (its first so many rows are
+        final)."""
         ready = batch.advance_prefill()
-        sequences = batch.decoding + ready
+        sequences, lengths = batch.decoding + ready, batch.lengths
         if not sequences:
             return []
         counts = torch.tensor([n + 1 for n in lengths] + [1] * len(ready))
@@ -211,7 +357,7 @@ class _Run:
         verified = [p.token_ids[:n] for p, n in zip(drafts.predictions, lengths, strict=True)] + [()] * len(ready)
         laws = self._verified_laws(drafts.probs, lengths)
         verdicts = verify(self.options.verifier, probs, sampling, positions, verified, laws)
-        kept = self._emit(sequences, verdicts, logits, probs)
+        kept = self._emit(sequences, verdicts, caps + [0] * len(ready), logits, probs)
         self._record(batch.decoding, drafts.predictions, lengths, verdicts, kept)
         return kept[: len(batch.decoding)]
 
@@ -227,10 +373,14 @@ class _Run:
         full[:, ids] = rows
         return full
 
-    def _emit(self, sequences: list[Sequence], verdicts: list[Verdict], logits: Tensor, probs: Tensor) -> list[int]:
-        """Append each verdict's tokens with their log-probabilities. Returns how many each sequence kept."""
-        cap = self.engine.verify_tokens + 1
-        verdicts = [Verdict(v.accepted, v.tokens[:cap], v.rows[:cap]) for v in verdicts] if self.drafting else verdicts
+    def _emit(
+        self, sequences: list[Sequence], verdicts: list[Verdict], caps: list[int], logits: Tensor, probs: Tensor
+    ) -> list[int]:
+        """Append the first caps[r] + 1 of each verdict's tokens with their log-probabilities. Returns how many each
+        sequence kept."""
+        verdicts = [
+            Verdict(v.accepted, v.tokens[: c + 1], v.rows[: c + 1]) for v, c in zip(verdicts, caps, strict=True)
+        ]
         rows = torch.tensor([row for v in verdicts for row in v.rows])
         tokens = torch.tensor([token for v in verdicts for token in v.tokens])
         logprobs = iter(ops.log_of(probs[rows], tokens).tolist())
@@ -270,7 +420,6 @@ class _Run:
 
     def _retire(self) -> list[Sequence]:
         finished = [s for s in self.running if s.finish_reason]
-        for sequence in finished:
-            self.arena.free(sequence.base)
+        self.kept += finished
         self.running = [s for s in self.running if not s.finish_reason]
         return finished

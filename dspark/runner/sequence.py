@@ -20,6 +20,7 @@ class Sequence:
     index: int
     request: Request
     base: int
+    ring: int = 0  # which ring of the sliding-window layers is its own
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
     logprobs: list[float] = field(default_factory=list)
@@ -66,6 +67,8 @@ class Sequence:
     def completion(self) -> Completion:
         assert self.finish_reason is not None, f"request {self.index} is not finished"
         new = self.tokens[self.prompt_length :]
+        seed = self.request.params.seq_seed
+        assert seed is not None, "the engine gives a seed to a request that has none"
         return Completion(
-            tuple(new), tuple(self.logprobs), tuple(self.raw_logprobs), self.finish_reason, tuple(self.rounds)
+            tuple(new), tuple(self.logprobs), tuple(self.raw_logprobs), self.finish_reason, tuple(self.rounds), seed
         )

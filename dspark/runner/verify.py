@@ -38,7 +38,7 @@ class SamplingRows:
             top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64),
             top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
             min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
-            seeds=torch.tensor([p.seq_seed for p in params], dtype=torch.int64),
+            seeds=torch.tensor([p.seq_seed or 0 for p in params], dtype=torch.int64),  # None: scored, never drawn from
         )
 
     def repeat(self, counts: Tensor) -> SamplingRows:

@@ -1,26 +1,53 @@
 """Where keys and values live: one arena of rows per layer, and the allocator that hands regions of rows to sequences.
 
 A sequence owns one contiguous region; the token at its position p lies in row base + p. Rolling back is forgetting:
-rows past a sequence's end are overwritten by its next tokens and attended by nobody. Left out on purpose: paging,
-prefix sharing, ring buffers for sliding windows.
+rows past a sequence's end are overwritten by its next tokens and attended by nobody. Layers with a sliding window may
+keep a ring per sequence instead (rings.py). Left out on purpose: paging.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 
 class KVCache:
-    """k[l], v[l]: [capacity, Hkv, D] for each layer l. Memory is not initialised: only written rows may be attended."""
+    """k[l], v[l]: [capacity, Hkv, D] for each layer l; [rings * entries, Hkv, D] where its window is in ``entries``.
+    Memory is not initialised: only written rows may be attended.
 
-    def __init__(self, num_layers: int, capacity: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype):
-        shape = (capacity, num_kv_heads, head_dim)
-        self.capacity = capacity
-        self.k: list[Tensor] = [torch.empty(shape, dtype=dtype) for _ in range(num_layers)]
-        self.v: list[Tensor] = [torch.empty(shape, dtype=dtype) for _ in range(num_layers)]
+    windows: per layer, 0 for all of the past. backtracking: with `rings` sequences at most, a layer whose window is
+    smaller than a sequence's longest need keeps a ring of window + backtracking entries for each (rings.py), unless
+    the rings would take more than the arena.
+    """
+
+    def __init__(
+        self, windows: Sequence[int], capacity: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+        rings: int = 0, backtracking: int = 0, longest: int = 0,
+    ):  # fmt: skip
+        self.capacity, self.windows = capacity, tuple(windows)
+        ringed = {w for w in self.windows if w and w + backtracking < longest and rings * (w + backtracking) < capacity}
+        ringed = ringed if rings else set()
+        self.entries = {w: w + backtracking for w in sorted(ringed)}
+        rows = [rings * self.entries[w] if w in ringed else capacity for w in self.windows]
+        self.k: list[Tensor] = [torch.empty((n, num_kv_heads, head_dim), dtype=dtype) for n in rows]
+        self.v: list[Tensor] = [torch.empty((n, num_kv_heads, head_dim), dtype=dtype) for n in rows]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all layers."""
+        return sum(t.nbytes for t in (*self.k, *self.v))
+
+    def copy(self, source: int, to: int, count: int, from_ring: int = 0, to_ring: int = 0) -> None:
+        """Rows source ... source + count - 1 of every layer, also at rows to ...; the two do not overlap. A layer with
+        rings copies the whole ring."""
+        for window, *tensors in zip(self.windows, self.k, self.v, strict=True):
+            n = self.entries.get(window, 0)
+            a, b, size = (from_ring * n, to_ring * n, n) if n else (source, to, count)
+            for tensor in tensors:
+                tensor[b : b + size] = tensor[a : a + size]
 
 
 class Arena:

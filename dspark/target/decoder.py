@@ -25,8 +25,13 @@ from dspark import ops
 from dspark.contracts import DsparkError
 from dspark.target.cache import KVCache
 from dspark.target.families import DecoderConfig
+from dspark.target.place import Place
+from dspark.target.replay import Replay
+from dspark.target.rings import RingPass, Span
 from dspark.target.rope import RopeTable
 from dspark.target.weights import Layer, fingerprint, layer_of
+
+Keys = tuple[Tensor, Tensor]
 
 
 class Target:
@@ -125,6 +130,10 @@ class Target:
         they are not invariant here."""
         layer, config = self.layers[0], self.config
         weights = {"qkv": layer.qkv, "output": layer.output, "gate_up": layer.gate_up, "down": layer.down}
+        if config.consumers:
+            name = f"layers.{self.num_layers - 1}."
+            of = {"shared_kv": "shared_kv", "cross_q": name + "cross_q", "cross_output": name + "cross_output"}
+            weights |= {short: self._tensors[full] for short, full in of.items()}
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         return ops.self_test({**weights, "head": self.head_weight}, heads)
 
@@ -147,35 +156,74 @@ class Target:
         end: Tensor,
         cache: KVCache | None,
         taps: tuple[int, ...] = (),
+        spans: Sequence[Span] = (),
+        replay: Replay | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Runs N tokens; all index tensors are [N] int64.
 
         Token n is ids[n] at absolute position positions[n]; its key and value go to arena row rows[n] of every layer,
         and it attends rows begin[n]:end[n] (begin: its sequence's first row, end: its own row + 1; a layer's sliding
         window is applied here). Without a cache the call is the arena: row n is token n, and ``rows`` is not looked at.
+        spans: the same tokens sequence by sequence, for a cache in which windowed layers keep rings. replay: which of
+        them go through the consumer layers; the others' hidden states are zeros.
         Returns the hidden states [N, H] after the final norm, for logits(), and the tapped states
         [N, len(taps) * H] in the order of ``taps`` (None without taps): tap i is the output of decoder layer i before
         the final norm, -1 the embedding. Raises DsparkError for a tap the model does not have.
         """
         self._check_taps(taps)
-        cos, sin = self._rope.at(positions)
-        begins = {w: torch.maximum(begin, end - w) if w else begin for w in set(self.config.windows)}
-        eps, kept = self.config.rms_norm_eps, {}
+        config, kept = self.config, {}
+        place = Place.of(self._rope.at(positions), rows, begin, end, config.windows, spans, cache)
         residual = kept[-1] = self.embed(ids)
-        normed = self.ops.rms_norm(residual, self.layers[0].input_norm, eps)
-        for i, (layer, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
-            arena = (rows, cache.k[i], cache.v[i]) if cache else None
-            mixed = self._attend(layer, normed, cos, sin, begins[window], end, arena)
-            normed, residual = self.ops.add_rms_norm(mixed, residual, layer.post_norm, eps)
-            inner = self.ops.silu_mul(self.ops.linear(normed, layer.gate_up, layer.gate_up_bias))
-            last = i + 1 == self.num_layers
-            following = self.final_norm if last else self.layers[i + 1].input_norm
-            normed, residual = self.ops.add_rms_norm(
-                self.ops.linear(inner, layer.down, layer.down_bias), residual, following, eps
-            )
+        normed = self.ops.rms_norm(residual, self.layers[0].input_norm, config.rms_norm_eps)
+        shared: Keys | None = None
+        for i, layer in enumerate(self.layers):
+            if i == self.num_layers - config.consumers:
+                shared = self._share(residual, place, cache)
+                if replay and cache:
+                    normed, residual, place = normed[replay.rows], residual[replay.rows], place.cut(replay, cache)
+            normed, residual = self._layer(i, layer, normed, residual, place, cache, shared)
             if i in taps:
                 kept[i] = residual
+        if replay:
+            normed = normed.new_zeros(len(ids), normed.shape[1]).index_copy_(0, replay.rows, normed)
         return normed, torch.cat([kept[i] for i in taps], dim=1) if taps else None
+
+    def _layer(
+        self, i: int, layer: Layer, normed: Tensor, residual: Tensor, place: Place, cache: KVCache | None,
+        shared: Keys | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(normed for what follows, residual) behind layer i."""
+        eps, window = self.config.rms_norm_eps, self.config.windows[i]
+        arena = (place.rings.get(window, place.rows), cache.k[i], cache.v[i]) if cache else None
+        mixed = self._attend(layer, normed, place.cos, place.sin, place.begins[window], place.end, arena)
+        if shared is not None and layer.cross_norm is not None:
+            normed, residual = self.ops.add_rms_norm(mixed, residual, layer.cross_norm, eps)
+            mixed = self._attend_shared(layer, normed, place, shared)
+        normed, residual = self.ops.add_rms_norm(mixed, residual, layer.post_norm, eps)
+        inner = self.ops.silu_mul(self.ops.linear(normed, layer.gate_up, layer.gate_up_bias))
+        following = self.final_norm if i + 1 == self.num_layers else self.layers[i + 1].input_norm
+        return self.ops.add_rms_norm(self.ops.linear(inner, layer.down, layer.down_bias), residual, following, eps)
+
+    def _share(self, residual: Tensor, place: Place, cache: KVCache | None) -> Keys:
+        """The keys and values of all consumer layers, from what the layers before them put out."""
+        config = self.config
+        normed = self.ops.rms_norm(residual, self._tensors["shared_norm"], config.rms_norm_eps)
+        both = self.ops.linear(normed, self._tensors["shared_kv"]).view(len(normed), -1, config.head_dim)
+        key, value = both.split(config.num_kv_heads, dim=1)
+        key, value = self.ops.rotary(key, place.cos, place.sin), value.contiguous()
+        if cache is None:
+            return key, value
+        return cache.k[-1].index_copy_(0, place.rows, key), cache.v[-1].index_copy_(0, place.rows, value)
+
+    def _attend_shared(self, layer: Layer, normed: Tensor, place: Place, shared: Keys) -> Tensor:
+        """A consumer layer's look at all of the past: [N, H] -> [N, H]."""
+        config = self.config
+        assert layer.cross_q is not None, "a consumer layer has all three"
+        assert layer.cross_output is not None, "a consumer layer has all three"
+        query = self.ops.linear(normed, layer.cross_q).view(len(normed), config.num_heads, config.head_dim)
+        query = self.ops.rotary(query, place.cos, place.sin)
+        mixed = self.ops.attention(query, *shared, place.begins[0], place.end, config.head_dim**-0.5)
+        return self.ops.linear(mixed.flatten(1), layer.cross_output)
 
     def forward_sequences(
         self, sequences: Sequence[Tensor], taps: tuple[int, ...] = ()
@@ -201,7 +249,7 @@ class Target:
         sin: Tensor,
         begin: Tensor,
         end: Tensor,
-        arena: tuple[Tensor, Tensor, Tensor] | None,
+        arena: tuple[Tensor | RingPass, Tensor, Tensor] | None,
     ) -> Tensor:
         """The attention sublayer: [N, H] -> [N, H]. arena: (rows to write, keys, values), written, then read."""
         config = self.config
@@ -214,12 +262,37 @@ class Target:
             query = self.ops.rms_norm(query, layer.q_norm, config.rms_norm_eps)
             key = self.ops.rms_norm(key, layer.k_norm, config.rms_norm_eps)
         key = self.ops.rotary(key, cos, sin)
-        if arena:
-            rows, keys, values = arena
-            key, value = keys.index_copy_(0, rows, key), values.index_copy_(0, rows, value)
         query = self.ops.rotary(query, cos, sin)
-        mixed = self.ops.attention(query, key, value.contiguous(), begin, end, config.head_dim**-0.5)
+        value = value.contiguous()
+        where, keys, values = arena or (None, key, value)
+        if isinstance(where, RingPass):
+            mixed = self._attend_rings(query, key, value, where, keys, values)
+        else:
+            if where is not None:
+                keys.index_copy_(0, where, key)
+                values.index_copy_(0, where, value)
+            mixed = self.ops.attention(query, keys, values, begin, end, config.head_dim**-0.5)
         return self.ops.linear(mixed.flatten(1), layer.output, layer.output_bias)
+
+    def _attend_rings(
+        self, query: Tensor, key: Tensor, value: Tensor, ring: RingPass, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """[N, Hq, D] over rings: prompt chunks read the past before it is overwritten, decoding rows after that."""
+        n, scale = ring.decoding, self.config.head_dim**-0.5
+        mixed = torch.empty_like(query)
+        if n < len(query):
+            past, at = (keys[ring.tail], values[ring.tail]), ring.chunk
+            mixed[n:] = self.ops.attention(
+                query[n:], *past, at.begin, at.end, scale, key[n:], value[n:], at.begin2, at.end2
+            )
+        keys.index_copy_(0, ring.rows, key[ring.kept])
+        values.index_copy_(0, ring.rows, value[ring.kept])
+        if n:
+            at = ring.ring
+            mixed[:n] = self.ops.attention(
+                query[:n], keys, values, at.begin, at.end, scale, keys, values, at.begin2, at.end2
+            )
+        return mixed
 
     def _check_taps(self, taps: tuple[int, ...]) -> None:
         wrong = [tap for tap in taps if not -1 <= tap < self.num_layers]

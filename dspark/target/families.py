@@ -1,9 +1,11 @@
 """What a checkpoint's config.json says, as one frozen record: the differences between the supported families.
 
-Families: Llama, Qwen2, Qwen3, Mistral. Where a file leaves a field out, the value that the family's own configuration
-gives it is used (_DEFAULTS); sizes have no default. A field that would change the arithmetic in a way we do not do is
-refused, never ignored. Left out on purpose: mixtures of experts, multimodal wrappers, quantised checkpoints (GGUF is
-dequantised by load.py).
+Families: Llama, Qwen2, Qwen3, Mistral; and Yoco, a decoder-decoder of our own making (the idea: arXiv:2405.05254). Its
+first layers attend a sliding window; the last `num_consumer_layers` attend a window of their own, then one set of keys
+and values that all of them share, made from what the first ones put out. Where a file leaves a field out, the value
+that the family's own configuration gives it is used (_DEFAULTS); sizes have no default. A field that would change the
+arithmetic in a way we do not do is refused, never ignored. Left out on purpose: mixtures of experts, multimodal
+wrappers, quantised checkpoints (GGUF is dequantised by load.py).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dspark.contracts import DsparkError
 from dspark.rotary import is_number
 from dspark.target.rope import RopeConfig, read_rope
 
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "YocoForCausalLM")
 _BY_MODEL_TYPE = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
 _QWEN: dict[str, Any] = {
     "num_key_value_heads": 32,
@@ -29,6 +31,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": _QWEN,
     "Qwen3ForCausalLM": {**_QWEN, "head_dim": 128},
     "MistralForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "YocoForCausalLM": {},
 }
 _LARGEST = 2**31 - 1
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -40,7 +43,8 @@ class DecoderConfig:
 
     windows: per layer, how many keys a query sees, itself included (0 = all). bias flags: which projections carry one
     (qkv; attention output; MLP). qk_norm: RMSNorm on each query and key head before rotation. tied: the LM head is the
-    embedding. max_position_embeddings: tokens the checkpoint was made for; the decoder itself does not stop there.
+    embedding. consumers: the last so many layers also attend the shared keys and values. max_position_embeddings:
+    tokens the checkpoint was made for; the decoder itself does not stop there.
     """
 
     architecture: str
@@ -60,20 +64,29 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     tied: bool = False
+    consumers: int = 0
 
     def __post_init__(self) -> None:
         checks = (
             (self.num_heads % self.num_kv_heads == 0, "num_attention_heads a multiple of num_key_value_heads"),
             (self.head_dim % 2 == 0, "an even head_dim"),
             (len(self.windows) == self.num_layers, "one attention window per layer"),
+            (0 <= self.consumers < self.num_layers, "fewer consumer layers than layers"),
         )
         for holds, wanted in checks:
             if not holds:
                 raise DsparkError(f"target config: expected {wanted}, but got {self}.")
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready, every field: what the target's fingerprint covers."""
-        return {**asdict(self), "windows": list(self.windows)}
+        """JSON-ready: what the target's fingerprint covers. Without consumers nothing is said of them, so that
+        fingerprints are what they were before there were any."""
+        plain = {**asdict(self), "windows": list(self.windows)}
+        return plain if self.consumers else {name: value for name, value in plain.items() if name != "consumers"}
+
+    @property
+    def cached_windows(self) -> tuple[int, ...]:
+        """The window of every set of keys and values that is cached: each layer's, then the shared ones."""
+        return self.windows + (0,) * bool(self.consumers)
 
 
 def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -106,6 +119,7 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
         mlp_bias=architecture == "LlamaForCausalLM" and bool(merged.get("mlp_bias", False)),
         qk_norm=architecture == "Qwen3ForCausalLM",
         tied=bool(merged.get("tie_word_embeddings", False)),
+        consumers=_positive(merged, "num_consumer_layers") if architecture == "YocoForCausalLM" else 0,
     )
 
 
@@ -141,6 +155,8 @@ def _windows(architecture: str, merged: Mapping[str, Any], layers: int) -> tuple
     else from layer max_window_layers on. Llama: none."""
     if architecture == "LlamaForCausalLM":
         return (0,) * layers
+    if architecture == "YocoForCausalLM":
+        return (_positive(merged, "sliding_window"),) * layers
     window = int(merged.get("sliding_window") or 0)
     types = merged.get("layer_types")
     if architecture == "MistralForCausalLM":

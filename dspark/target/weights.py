@@ -40,6 +40,9 @@ class Layer:
     output_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    cross_norm: Tensor | None = None
+    cross_q: Tensor | None = None
+    cross_output: Tensor | None = None
 
 
 def plan(config: DecoderConfig) -> Plan:
@@ -47,7 +50,13 @@ def plan(config: DecoderConfig) -> Plan:
     whole = (config.vocab_size, config.hidden_size)
     weights: Plan = {"embed": ((EMBED, whole),)}
     for i in range(config.num_layers):
-        weights |= {f"layers.{i}.{name}": parts for name, parts in _layer_plan(config, f"model.layers.{i}.").items()}
+        prefix = f"model.layers.{i}."
+        layer = _layer_plan(config, prefix)
+        if i >= config.num_layers - config.consumers:
+            layer |= _cross_plan(config, prefix)
+        weights |= {f"layers.{i}.{name}": parts for name, parts in layer.items()}
+    if config.consumers:
+        weights |= _shared_plan(config)
     weights["norm"] = (("model.norm.weight", (config.hidden_size,)),)
     if not config.tied:
         weights["head"] = ((HEAD, whole),)
@@ -129,6 +138,25 @@ def _layer_plan(config: DecoderConfig, prefix: str) -> Plan:
         weights["q_norm"] = ((f"{attn}q_norm.weight", (head_dim,)),)
         weights["k_norm"] = ((f"{attn}k_norm.weight", (head_dim,)),)
     return weights
+
+
+def _cross_plan(config: DecoderConfig, prefix: str) -> Plan:
+    """What a consumer layer has more: queries for the shared keys and values."""
+    hidden, q = config.hidden_size, config.num_heads * config.head_dim
+    return {
+        "cross_norm": ((f"{prefix}cross_attention_layernorm.weight", (hidden,)),),
+        "cross_q": ((f"{prefix}cross_attn.q_proj.weight", (q, hidden)),),
+        "cross_output": ((f"{prefix}cross_attn.o_proj.weight", (hidden, q)),),
+    }
+
+
+def _shared_plan(config: DecoderConfig) -> Plan:
+    hidden, kv = config.hidden_size, config.num_kv_heads * config.head_dim
+    names = [f"model.shared_kv.{name}_proj.weight" for name in "kv"]
+    return {
+        "shared_norm": (("model.shared_kv.norm.weight", (hidden,)),),
+        "shared_kv": tuple((name, (kv, hidden)) for name in names),
+    }
 
 
 def _part(read: Callable[[str], Tensor], part: Part) -> Tensor:

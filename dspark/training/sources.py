@@ -99,6 +99,19 @@ def drafted_by(path: str) -> str | None:
     return run.get("draft_layers") if isinstance(run, dict) else None
 
 
+def refuse_chosen(path: str | Path) -> None:
+    """Raises DsparkError for a folder of rounds in which a policy chose by their confidences what was verified: the
+    blocks verified whole are the likelier ones, and say of those alone how drafts do."""
+    manifest = read_json(Path(path) / "manifest.json", "trajectory manifest")
+    config = manifest.get("run", {}).get("config", {}) if isinstance(manifest, dict) else {}
+    policy = (isinstance(config, dict) and config.get("policy")) or "fixed"
+    if policy != "fixed" and not config.get("commit_to_cap"):
+        raise DsparkError(
+            f"{path}: expected rounds of whole blocks, but got those that policy {policy} chose, which are the "
+            "likelier ones. Roll out with policy fixed, or with --commit-to-cap."
+        )
+
+
 def sampled_as(paths: Iterable[str]) -> str | None:
     """How the rollouts of these folders were sampled, for people; None where no manifest says."""
     found = []
@@ -146,6 +159,8 @@ def _rows(shards: list[Path], columns: list[str]) -> Iterable[dict[str, Any]]:
 
 
 def _directory(path: Path, with_rounds: bool) -> Iterable[Sample]:
+    if with_rounds:
+        refuse_chosen(path)
     rounds = _read_rounds(path) if with_rounds else {}
     for row in _rows(_shards(path, "trajectories"), _TRAJECTORY_COLUMNS):
         prompt, response = row["prompt_ids"], row["response_ids"]

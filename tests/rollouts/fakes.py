@@ -45,7 +45,7 @@ def complete(request: Request) -> Completion:
         tokens[-1] = STOP
     logprobs, raw = (tuple((-rng.exponential(size=length)).astype(np.float32).tolist()) for _ in range(2))
     rounds = _rounds(rng, len(request.prompt_ids) - 1, tokens)
-    return Completion(tuple(tokens), logprobs, raw, "stop" if stopped else "length", rounds)
+    return Completion(tuple(tokens), logprobs, raw, "stop" if stopped else "length", rounds, request.params.seq_seed)
 
 
 def _rounds(rng: np.random.Generator, anchor: int, tokens: list[int]) -> tuple[Round, ...]:

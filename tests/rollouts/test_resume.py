@@ -11,7 +11,7 @@ import pytest
 
 from dspark.contracts import DsparkError
 from dspark.rollouts.journal import JOURNAL_NAME, LOCK_NAME
-from dspark.rollouts.manifest import read_manifest
+from dspark.rollouts.manifest import check_same_run, identity, read_manifest
 
 
 def drive(*arguments: str) -> int:
@@ -182,3 +182,16 @@ def test_batch_size_threads_and_paths_may_change(fakes, tmp_path):
     crashed_journal(fakes, tmp_path / "run")
     config = fakes.with_config(batch_size=1, prompts="elsewhere.jsonl", out="elsewhere")
     fakes.run(tmp_path / "run", config=config, base=fakes.facts(threads=2, kernels={"sources": "dd", "threads": 2}))
+
+
+def test_a_manifest_of_an_earlier_release_means_what_it_did() -> None:
+    """It lacks what came later: a run with the old meaning goes on, any other is refused in plain words."""
+    now = {"run.config.policy": "fixed", "run.curve": None, "run.config.truncation": "off", "run.config.keep_tokens": 0}
+    nested = {"run": {"config": {"seed": 1, "policy": "fixed", "truncation": "off", "keep_tokens": 0}, "curve": None}}
+    rest = {"order": {"sha256": "a"}, "shard_size": 4}
+    old = {"run": {"config": {"seed": 1}}, **rest}
+    assert now.keys() <= identity({**nested, **rest}).keys()
+    check_same_run(old, {**nested, **rest}, Path("x"))
+    nested["run"]["config"]["policy"] = "global"
+    with pytest.raises(DsparkError, match="policy was not recorded, now 'global'"):
+        check_same_run(old, {**nested, **rest}, Path("x"))

@@ -72,8 +72,8 @@ def test_the_law_handed_over_is_the_one_drawn_from(target: Target, drafter: Draf
     assert bool((laws.sum(dim=-1) - 1.0).abs().max() < 1e-5)
     requests, slots = laws.shape[:2]
     for slot in range(slots):
-        drawn = ops.gumbel_argmax(laws[:, slot].contiguous(), sampling.seeds, noise.DRAFT, anchors + slot + 1,
-                                  drafter.draft_ids)  # fmt: skip
+        law, stream = laws[:, slot].contiguous(), noise.draft_stream(slot)
+        drawn = ops.gumbel_argmax(law, sampling.seeds, stream, anchors + slot + 1, drafter.draft_ids)
         assert torch.equal(drafter.vocab_ids(drawn), tokens[:, slot])
     columns = drafter.to_columns(tokens)
     assert bool((laws.gather(-1, columns[..., None]) > 0).all())

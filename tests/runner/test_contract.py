@@ -10,6 +10,7 @@ import torch
 
 from dspark.contracts import DsparkError, Request, SamplingParams
 from dspark.runner import Engine, EngineOptions
+from dspark.runner.curve import CapacityCurve
 from dspark.slot_maps import SlotMap
 from tests.runner.conftest import counts, make_drafter, make_requests, make_target, outputs
 
@@ -71,6 +72,93 @@ def test_verification_width_does_not_matter(target, drafter, verify_tokens) -> N
     assert outputs(engine(target, drafter, verify_tokens=verify_tokens).generate(requests)) == reference
     capped = engine(target, drafter, verify_tokens=verify_tokens, commit_to_cap=True).generate(requests)
     assert outputs(capped) == reference
+
+
+CURVE = CapacityCurve((1, 4, 8, 12, 40), (1.0, 1.2, 1.9, 2.0, 6.0))
+SCHEDULES = [("threshold", 0.3), ("threshold", 0.6), ("early_stop", 0.0), ("lagged_global", 0.0), ("global", 0.0)]
+
+
+def opinionated(drafter, spread: float = 3.0):
+    """The same draft model with a confidence head that differs from slot to slot and token to token."""
+    head = drafter.confidence_head
+    torch.nn.init.normal_(head.proj.weight, std=spread, generator=torch.Generator().manual_seed(1))
+    head.set_maps([SlotMap(1.0, 1.0 - 0.5 * k) for k in range(head.num_steps)])
+    return drafter
+
+
+@pytest.mark.parametrize(("policy", "least"), SCHEDULES)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_schedules_do_not_matter(target, policy, least, temperature) -> None:
+    """Lengths from 0 to the whole block in one batch, and not a bit of the output knows."""
+    drafter, requests = opinionated(make_drafter(target)), make_requests(12, temperature=temperature)
+    reference = outputs(engine(target).generate(requests))
+    for more in ({}, {"max_batch": 3, "prefill_chunk": 5}, {"commit_to_cap": True}, {"verify_tokens": 2}):
+        done = engine(target, drafter, policy=policy, threshold=least, curve=CURVE, **more).generate(requests)
+        assert_speculated(done)
+        assert outputs(done) == reference, more
+        lengths = {r.verified for c in done for r in c.rounds}
+        if more.get("commit_to_cap"):
+            assert all(r.verified == len(r.drafted) for c in done for r in c.rounds)
+        elif not more:
+            assert len(lengths) >= 3, f"inconclusive: only the lengths {lengths}"
+        assert max(lengths) <= more.get("verify_tokens", 4)
+
+
+def test_a_threshold_under_rejection_is_the_requests_own_affair(target) -> None:
+    """Batch-invariant without fixing the length: it looks at nothing outside of the request."""
+    drafter, requests = opinionated(make_drafter(target)), make_requests(9)
+    options = {"verifier": "rejection", "policy": "threshold", "threshold": 0.3}
+    reference = engine(target, drafter, **options).generate(requests)
+    assert_speculated(reference)
+    assert len({r.verified for c in reference for r in c.rounds}) >= 3
+    for more in ({"max_batch": 1}, {"max_batch": 4, "prefill_chunk": 3}):
+        got = engine(target, drafter, **options, **more).generate(requests)
+        assert outputs(got) == outputs(reference)
+        assert [c.rounds for c in got] == [c.rounds for c in reference]
+
+
+def test_a_position_that_is_drafted_again_is_drafted_with_other_noise() -> None:
+    """Under rejection. A law that does not depend on the prefix: with the old noise every round would repeat the draft
+    of a position, and a budget chosen from an earlier round's confidences would know it."""
+    target = make_target(torch.float32)
+    drafter = make_drafter(target, markov_rank=0, confidence_with_markov=False)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.zero_()
+    params = SamplingParams(temperature=1.0, max_tokens=200, seq_seed=3)
+    (done,) = engine(target, drafter, verifier="rejection").generate([Request((1, 2, 3), params)])
+    drafted: dict[int, list[int]] = {}
+    for r in done.rounds:
+        for slot, token in enumerate(r.drafted):
+            drafted.setdefault(r.anchor + slot + 1, []).append(token)
+    again = [tokens for tokens in drafted.values() if len(tokens) > 1]
+    same = sum(tokens[0] == tokens[1] for tokens in again)
+    assert len(again) > 50
+    assert same < len(again) / 4  # 1 in 13 by chance
+
+
+def test_a_schedule_without_a_curve_verifies_all(target, drafter) -> None:
+    for curve in (None, CapacityCurve((1, 64), (1.0, 1.0))):
+        made = engine(target, drafter, policy="global", curve=curve)
+        assert "dspark profile" in made.scheduler().told
+        done = made.generate(make_requests(5))
+        assert all(r.verified == len(r.drafted) for c in done for r in c.rounds)
+
+
+def test_schedules_that_would_change_the_law_are_refused(target) -> None:
+    with pytest.raises(DsparkError, match=r"global expects the coupled.*lagged_global or early_stop"):
+        EngineOptions(verifier="rejection", policy="global")
+    knowing = make_drafter(target, confidence_with_law=True)
+    for policy in ("threshold", "early_stop", "lagged_global"):
+        with pytest.raises(DsparkError, match="do not know the drafted token"):
+            engine(target, knowing, verifier="rejection", policy=policy)
+        engine(target, knowing, policy=policy)
+    headless = make_drafter(target, confidence_head=False, confidence_with_markov=False)
+    with pytest.raises(DsparkError, match="with a confidence head"):
+        engine(target, headless, policy="threshold")
+    for wrong in ({"policy": "best"}, {"policy": "threshold", "threshold": 1.5}):
+        with pytest.raises(DsparkError, match="expected a"):
+            EngineOptions(**wrong)
 
 
 def test_drafters_are_interchangeable(target) -> None:

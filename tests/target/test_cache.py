@@ -62,7 +62,7 @@ def test_regions_never_overlap_and_all_comes_back(steps: list[tuple[bool, int]])
 
 
 def test_every_layer_has_its_own_arena():
-    cache = KVCache(3, 5, 2, 4, torch.bfloat16)
+    cache = KVCache((0, 0, 0), 5, 2, 4, torch.bfloat16)
     assert len({k.data_ptr() for k in cache.k}) == 3
     assert cache.v[2].shape == (5, 2, 4)
     assert cache.v[2].dtype == torch.bfloat16

@@ -52,7 +52,7 @@ def test_logits_equal_transformers(ours, theirs, prompt, text):
 
 def test_greedy_tokens_equal_transformers(ours, theirs, prompt):
     config, base = ours.config, 3
-    cache = KVCache(config.num_layers, 256, config.num_kv_heads, config.head_dim, ours.dtype)
+    cache = KVCache(config.cached_windows, 256, config.num_kv_heads, config.head_dim, ours.dtype)
     ids, start, made = prompt, 0, []
     while len(made) < NEW_TOKENS:
         positions = torch.arange(start, start + len(ids))

@@ -26,7 +26,9 @@ def tokens(count: int, seed: int) -> Tensor:
 
 
 def poisoned(target: Target, capacity: int) -> KVCache:
-    cache = KVCache(target.num_layers, capacity, target.config.num_kv_heads, target.config.head_dim, target.dtype)
+    cache = KVCache(
+        target.config.cached_windows, capacity, target.config.num_kv_heads, target.config.head_dim, target.dtype
+    )
     for arena in (*cache.k, *cache.v):
         arena.fill_(float("nan"))
     return cache

@@ -14,11 +14,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import tiny
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+import tiny
 from dspark.files import tensor_hash
 from dspark.training.callbacks import DraftOnly, LastCheckpoint, SampleLog
 from dspark.training.checkpoint_io import AtomicCheckpointIO

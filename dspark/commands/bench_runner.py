@@ -1,0 +1,202 @@
+"""`dspark bench verify`, `acceptance` and `replay`: the parts of `dspark bench` that run prompts or read rollouts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from dspark.bench import depth, replaying, verifying
+from dspark.commands.recipe_options import share, whole_number
+from dspark.commands.running import Loaded, load, load_curve
+from dspark.contracts import DsparkError, Request, SamplingParams
+from dspark.corpus.prompts import load_prompts
+from dspark.drafter.model import Drafter
+from dspark.noise import derive_seed
+from dspark.rollouts.store import read_rounds, read_trajectories
+from dspark.runner.acceptance import Drafted
+from dspark.runner.curve import CapacityCurve
+from dspark.runner.profile import ProfileOptions, measure
+from dspark.runner.schedule import Scheduler
+from dspark.settings import Settings
+from dspark.target.decoder import Target
+from dspark.target.load import load_target, load_tokenizer
+from dspark.training.sources import refuse_chosen
+
+# Which of the measurements an option is for.
+BELONGS = {
+    "prompts": ("verify", "replay"), "limit": ("verify", "replay"), "max_tokens": ("verify", "replay"),
+    "drafter": ("verify",), "batch": ("verify",), "curve": ("verify",), "threshold": ("verify",),
+    "keep": ("replay",), "rollouts": ("acceptance",),
+}  # fmt: skip
+PROMPTS = "data/prompts/test.jsonl"
+T = TypeVar("T", bound="VerifyOptions | ReplayOptions")
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What `dspark bench verify` is run on."""
+
+    prompts: str = PROMPTS
+    limit: int = 8
+    max_tokens: int = 48
+    batch: int = 8
+    threshold: float = 0.3
+    repeats: int = verifying.REPEATS
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What `dspark bench replay` is run on."""
+
+    prompts: str = PROMPTS
+    limit: int = 8
+    max_tokens: int = 16
+    repeats: int = replaying.REPEATS
+
+
+def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of verify, acceptance and replay; None where not given, so that one that would be ignored is refused."""
+    of, cut, many = VerifyOptions(), ReplayOptions(), whole_number(1)
+    parser.add_argument("--drafter", help="for verify: an exported draft model")
+    parser.add_argument("--prompts", help=f"for verify and replay: a prompt file (default: {PROMPTS})")
+    parser.add_argument("--limit", type=many, help=f"for verify and replay: so many prompts (default: {of.limit})")
+    parser.add_argument(
+        "--max_tokens", type=many, help=f"of an answer, for verify (default: {of.max_tokens}) and replay "
+        f"({cut.max_tokens})"
+    )  # fmt: skip
+    parser.add_argument("--batch", type=many, help=f"for verify: requests at once (default: {of.batch})")
+    parser.add_argument("--curve", help="for verify: what `dspark profile` wrote (default: measured first)")
+    parser.add_argument("--threshold", type=share, help=f"for verify: of that policy (default: {of.threshold})")
+    parser.add_argument(
+        "--keep", type=many, nargs="+", help="for replay: suffixes to try (default: from the least on, by doubling, "
+        "and the one from which a cut is exact)"
+    )  # fmt: skip
+    parser.add_argument("--rollouts", nargs="+", help="for acceptance: rollouts with rounds")
+
+
+def _options(kind: type[T], args: argparse.Namespace) -> T:
+    """What was given, the defaults for the rest."""
+    return kind(**{f.name: getattr(args, f.name) for f in fields(kind) if getattr(args, f.name) is not None})
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Measure and print; 0, or 1 when an output that must be plain decoding's is not, or nothing was tested."""
+    options = _options(VerifyOptions, args)
+    if not args.drafter:
+        raise DsparkError("bench verify: expected an exported draft model, but got none. Give --drafter.")
+    if args.curve:
+        CapacityCurve.load(args.curve)  # a mistake is said before anything is loaded
+    loaded = load(args.target, args.dtype or "bfloat16", args.drafter)
+    assert loaded.bundle is not None, "load() was given a draft model"
+    if loaded.bundle.drafter.confidence_head is None:
+        raise DsparkError(f"{args.drafter}: expected a draft model with a confidence head, but this one has none.")
+    rows = _verify(loaded, loaded.bundle.drafter, options, args)
+    print(json.dumps([asdict(row) for row in rows]) if args.json else "\n".join(verifying.as_lines(rows)))
+    run = [row for row in rows if not row.refused]
+    return 1 if any(row.wrong for row in run) or not any(row.conclusive for row in run) else 0
+
+
+def _verify(
+    loaded: Loaded, drafter: Drafter, options: VerifyOptions, args: argparse.Namespace
+) -> list[verifying.Verified]:
+    requests = _requests(loaded, options)
+    with tqdm(desc="verify", unit="run", disable=args.quiet, file=sys.stderr, leave=False) as bar:
+        curve = load_curve(args.curve or "", loaded) or _curve(loaded.target, drafter, options.batch)
+        if told := Scheduler("global", 0, 0.0, curve).told:
+            print(f"note: {told}", file=sys.stderr)
+        setting = verifying.Setting(curve, options.threshold, options.batch, options.repeats)
+        return verifying.bench_verify(loaded.target, drafter, requests, setting, lambda: bar.update())
+
+
+def _requests(loaded: Loaded, options: VerifyOptions) -> list[Request]:
+    prompts = load_prompts(options.prompts, loaded.tokenizer).prompts[: options.limit]
+    _check_context("verify", [p.prompt_ids for p in prompts], options.max_tokens, loaded.target)
+    params = SamplingParams(max_tokens=options.max_tokens, stop_ids=loaded.target.eos_ids)
+    return [Request(p.prompt_ids, params.with_seed(derive_seed(0, p.prompt_id, 0))) for p in prompts]
+
+
+def _curve(target: Target, drafter: Drafter, batch: int) -> CapacityCurve:
+    sizes = sorted({1, max(1, batch // 2), batch})
+    return measure(target, drafter, ProfileOptions(tuple(sizes), repeats=5))
+
+
+def replay(args: argparse.Namespace) -> int:
+    """Measure and print; 0."""
+    options, backtracking = _options(ReplayOptions, args), Settings.from_env().max_backtracking_tokens
+    target = load_target(args.target, args.dtype or "bfloat16")
+    keeps = _keeps(target, args.keep, backtracking)
+    setting = replaying.Setting(keeps, backtracking, options.max_tokens, options.repeats)
+    prompts = _long_prompts(args.target, target, options, max(keeps))
+    with tqdm(
+        total=len(prompts), desc="replay", unit="prompt", disable=args.quiet, file=sys.stderr, leave=False
+    ) as bar:
+        found = replaying.bench_replay(target, prompts, setting, lambda: bar.update())
+    print(json.dumps([asdict(one) for one in found]) if args.json else "\n".join(replaying.as_lines(found)))
+    return 0
+
+
+def _keeps(target: Target, given: Sequence[int] | None, backtracking: int) -> list[int]:
+    """The suffixes to try. Raises DsparkError for a target that has none, and for one that is too short."""
+    config = target.config
+    if not config.consumers:
+        raise DsparkError(
+            "bench replay: expected --target to be a decoder-decoder target (YocoForCausalLM), but got "
+            f"{config.architecture}. Train one: lightning fit recipes/yoco.yaml."
+        )
+    keeps = sorted(set(given or replaying.default_keeps(config, backtracking)))
+    least = replaying.least_keep(config, backtracking)
+    if keeps[0] < least:
+        raise DsparkError(
+            f"bench replay: expected --keep of at least {least} (the consumers' window, "
+            f"{replaying.consumer_window(config)}, and the backtracking, {backtracking}), but got {keeps[0]}."
+        )
+    return keeps
+
+
+def _long_prompts(source: str, target: Target, options: ReplayOptions, keep: int) -> list[list[int]]:
+    """Prompts that every suffix is shorter than. Raises DsparkError when there are too few tokens for one, or one and
+    its answer are longer than the target's context."""
+    tokenizer: Any = load_tokenizer(source)
+    loaded = load_prompts(options.prompts, tokenizer).prompts
+    prompts = replaying.joined([p.prompt_ids for p in loaded], keep, options.limit)
+    if not prompts:
+        have = sum(len(p.prompt_ids) for p in loaded)
+        raise DsparkError(
+            f"bench replay: expected more than {keep} tokens in {options.prompts}, but got {have}. Lower --keep, or "
+            "give more --prompts."
+        )
+    _check_context("replay", prompts, options.max_tokens, target)
+    return prompts
+
+
+def _check_context(what: str, prompts: Sequence[Sequence[int]], max_tokens: int, target: Target) -> None:
+    longest, most = target.config.max_position_embeddings, max(map(len, prompts))
+    if most + max_tokens > longest:
+        raise DsparkError(
+            f"bench {what}: expected prompts and answers of at most {longest} tokens (the target's context), but got a "
+            f"prompt of {most} and {max_tokens}. Lower --max_tokens{' or --keep' * (what == 'replay')}."
+        )
+
+
+def acceptance(args: argparse.Namespace) -> int:
+    """Count and print; 0."""
+    if not args.rollouts:
+        raise DsparkError("bench acceptance: expected --rollouts with folders that `dspark rollout` wrote, got none.")
+    sequences = []
+    for folder in args.rollouts:
+        refuse_chosen(folder)
+        rounds = read_rounds(folder)
+        for t in read_trajectories(folder):
+            last = len(t.prompt_ids) + len(t.response_ids) - 1
+            sequences.append(Drafted(t.domain, rounds.get(t.trajectory_id, []), last))
+    found = depth.by_depth(sequences)
+    if not found:
+        raise DsparkError(f"{', '.join(args.rollouts)}: expected rounds with drafts, but got none. Roll out with one.")
+    print(json.dumps([asdict(one) for one in found]) if args.json else "\n".join(depth.as_lines(found)))
+    return 0
