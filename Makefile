@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setup: done"
 
 test: setup ## every test, the slow ones on the embedded target included
-	@OMP_WAIT_POLICY=PASSIVE "$(BIN)/python" -m pytest -m "" -n $(JOBS) --dist loadfile
+	@OMP_WAIT_POLICY=PASSIVE "$(BIN)/python" -m pytest -m "" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 fast: setup ## the fast tests only
 	@"$(BIN)/python" -m pytest
