@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -162,7 +163,7 @@ def simulate(
     prefill_chunk: int = 256,
 ) -> Outcome:  # fmt: skip
     """All jobs, at most `users` at once. key: fixes what is drawn."""
-    policy: Policy = "fixed" if way.policy == NONE else way.policy  # type: ignore[assignment]
+    policy = "fixed" if way.policy == NONE else cast(Policy, way.policy)
     scheduler = Scheduler(policy, way.verify_tokens, way.threshold, curve)
     random = np.random.Generator(np.random.Philox(key))
     state = _Simulation(pools, curve, way, users, prefill_chunk, deque(jobs), random, scheduler)

@@ -99,7 +99,7 @@ def verify(args: argparse.Namespace) -> int:
     rows = _verify(loaded, loaded.bundle.drafter, options, args)
     print(json.dumps([asdict(row) for row in rows]) if args.json else "\n".join(verifying.as_lines(rows)))
     run = [row for row in rows if not row.refused]
-    return 1 if any(row.wrong for row in run) or not any(row.conclusive for row in run) else 0
+    return 1 if any(row.wrong for row in run) or not any(row.verdict == "yes" for row in run) else 0
 
 
 def _verify(

@@ -67,6 +67,8 @@ class FlatBatch:
 
     def replay(self, mode: TruncationMode, keep: int) -> Replay | None:
         """Which rows go through the consumer layers of a decoder-decoder target. Before advance_prefill."""
+        if mode == "off":
+            return None
         sequences = self.decoding + [s for s, _ in self.chunks]
         return replay_of(self.spans, [s.base for s in sequences], [s.prompt_length for s in sequences], mode, keep)
 

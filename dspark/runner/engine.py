@@ -14,7 +14,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 
@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 
 from dspark import ops
-from dspark.contracts import Completion, DsparkError, MTPPredictInfo, Request, Round, SamplingParams, VerifierName
+from dspark.contracts import Completion, DsparkError, MTPPredictInfo, Request, Round, SamplingParams
 from dspark.drafter.model import Drafter
 from dspark.runner import schedule
 from dspark.runner.batch import FlatBatch
-from dspark.runner.curve import CapacityCurve
 from dspark.runner.draft import Drafts, DraftStage
+from dspark.runner.options import EngineOptions
 from dspark.runner.prefix import WORTH_WAITING, PrefixCount, Source, sources
-from dspark.runner.schedule import POLICIES, Policy, Scheduler
+from dspark.runner.schedule import Scheduler
 from dspark.runner.score import Finished, check_ids, score
 from dspark.runner.sequence import Sequence
 from dspark.runner.verify import SamplingRows, Verdict, verify
-from dspark.settings import MIN_BACKTRACKING, TRUNCATIONS, TruncationMode
+from dspark.settings import MIN_BACKTRACKING
 from dspark.target.cache import Arena, KVCache
 from dspark.target.decoder import Target
 from dspark.target.replay import check_replay
@@ -45,63 +45,6 @@ class Lengths(Protocol):
     """What decides how many drafts of each request are verified; see Scheduler."""
 
     def lengths(self, predictions: list[MTPPredictInfo], other_rows: int = 0) -> list[int]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How the runner works. None of it changes what a request produces under the coupled and greedy verifiers, but for
-    truncation.
-
-    verifier: greedy (temperature 0 only), coupled or rejection. max_batch: requests in flight. prefill_chunk: prompt
-    tokens per pass. verify_tokens: most drafts verified per round (None = the whole block; 0 = none). kv_tokens: arena
-    rows. policy: how many of them are (schedule.py); all but fixed read the confidences. threshold: of the policy of
-    that name. curve: what early_stop, lagged_global and global weigh tokens against. commit_to_cap: verify the whole
-    block but commit what the policy would have verified, so that such a run still records untruncated labels.
-    backtracking: most tokens of a sequence that a pass may roll back (None: what the block needs, at least 6); layers
-    with a sliding window keep so many entries more. reuse_prefixes: copy what a prompt shares with another one instead
-    of computing it again (prefix.py). truncation, keep_tokens: bounded replay of prompts (target/replay.py): an
-    approximation, the one option here that changes what a request produces.
-    """
-
-    verifier: VerifierName = "coupled"
-    max_batch: int = 32
-    prefill_chunk: int = 256
-    verify_tokens: int | None = None
-    kv_tokens: int = 16384
-    commit_to_cap: bool = False
-    policy: Policy = "fixed"
-    threshold: float = 0.0
-    curve: CapacityCurve | None = None
-    reuse_prefixes: bool = True
-    backtracking: int | None = None
-    truncation: TruncationMode = "off"
-    keep_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise DsparkError(f"runner: expected a policy of {', '.join(POLICIES)}, but got {self.policy!r}.")
-        if not 0.0 <= self.threshold <= 1.0:
-            raise DsparkError(f"runner: expected a threshold from 0 to 1, but got {self.threshold}.")
-        if self.policy == "global" and self.verifier == "rejection":
-            raise DsparkError(
-                "runner: policy global expects the coupled or the greedy verifier, but got rejection: it cuts a block "
-                "by what its later drafts are, which changes the law of the output. Use lagged_global or early_stop."
-            )
-        if self.verifier not in ("greedy", "coupled", "rejection"):
-            raise DsparkError(f"runner: expected verifier greedy, coupled or rejection, but got {self.verifier!r}.")
-        if self.truncation not in TRUNCATIONS or (self.truncation != "off") != (self.keep_tokens > 0):
-            raise DsparkError(
-                "runner: expected truncation compact or mask with keep_tokens > 0, or off without, but got "
-                f"{self.truncation!r} and {self.keep_tokens}."
-            )
-        if self.commit_to_cap and self.verifier == "rejection":
-            raise DsparkError(
-                "runner: commit_to_cap expects the coupled or the greedy verifier, but got rejection. Collect "
-                "untruncated labels for rejection with verify_tokens unset (the whole block)."
-            )
-        for name in ("max_batch", "prefill_chunk", "kv_tokens"):
-            if getattr(self, name) < 1:
-                raise DsparkError(f"runner: expected {name} >= 1, but got {getattr(self, name)}.")
 
 
 class Engine:
@@ -119,8 +62,8 @@ class Engine:
         self.verify_tokens = block if self.options.verify_tokens is None else self.options.verify_tokens
         if not 0 <= self.verify_tokens <= block:
             raise DsparkError(
-                f"runner: expected verify_tokens between 0 and the trained block size {block} (0 without one), but got "
-                f"{self.verify_tokens}. Lower it (DEEPINFER_USE_NEXTN_DECODE), or train with a larger block."
+                f"runner: expected verify_tokens between 0 and the trained block size {block} (0: no draft model), "
+                f"but got {self.verify_tokens}. Lower it (DEEPINFER_USE_NEXTN_DECODE), or train with a larger block."
             )
         if self.options.policy != "fixed":
             _refuse_confidences(drafter, self.options)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dspark.runner.sequence import Sequence
 
-WORTH_WAITING = 16  # tokens another sequence is about to compute: fewer are computed twice sooner than waited for
+WORTH_WAITING = 16  # tokens another is about to compute: about what a pass costs beside its rows (docs/scheduling.md)
 
 
 @dataclass(slots=True)

@@ -28,8 +28,8 @@ class KVCache:
         rings: int = 0, backtracking: int = 0, longest: int = 0,
     ):  # fmt: skip
         self.capacity, self.windows = capacity, tuple(windows)
-        ringed = {w for w in self.windows if w and w + backtracking < longest and rings * (w + backtracking) < capacity}
-        ringed = ringed if rings else set()
+        sizes = {w: w + backtracking for w in self.windows if w and rings}
+        ringed = {w for w, n in sizes.items() if n < longest and rings * n < capacity}
         self.entries = {w: w + backtracking for w in sorted(ringed)}
         rows = [rings * self.entries[w] if w in ringed else capacity for w in self.windows]
         self.k: list[Tensor] = [torch.empty((n, num_kv_heads, head_dim), dtype=dtype) for n in rows]

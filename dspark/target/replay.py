@@ -65,9 +65,10 @@ def check_replay(
 def replay_of(
     spans: Sequence[Span], begins: Sequence[int], prompts: Sequence[int], mode: TruncationMode, keep: int
 ) -> Replay | None:
-    """The pass of these spans; begins: each sequence's first arena row, prompts: the length of its prompt. None where
-    no prompt in the pass is cut, whatever chunk of it this is: the first tokens of a suffix may come in any."""
-    cuts = [max(0, length - keep) if mode != "off" else 0 for length in prompts]
+    """The pass of these spans; begins: each sequence's first arena row, prompts: the length of its prompt; mode:
+    compact or mask. None where no prompt in the pass is cut, whatever chunk of it this is: the first tokens of a suffix
+    may come in any."""
+    cuts = [max(0, length - keep) for length in prompts]
     if not any(s.prompt and cut for s, cut in zip(spans, cuts, strict=True)):
         return None  # behind its prompt a sequence sees nothing from before its cut: keep covers the window
     rows: list[int] = []

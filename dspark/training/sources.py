@@ -94,17 +94,14 @@ def refuse_foreign(name: str, ids: Tensor, vocab_size: int, longest: int) -> Non
 
 def drafted_by(path: str) -> str | None:
     """Hash of the layers that drafted a folder's rounds; None where its manifest does not say."""
-    manifest = read_json(Path(path) / "manifest.json", "trajectory manifest")
-    run = manifest.get("run") if isinstance(manifest, dict) else None
-    return run.get("draft_layers") if isinstance(run, dict) else None
+    return _run(path).get("draft_layers")
 
 
 def refuse_chosen(path: str | Path) -> None:
     """Raises DsparkError for a folder of rounds in which a policy chose by their confidences what was verified: the
     blocks verified whole are the likelier ones, and say of those alone how drafts do."""
-    manifest = read_json(Path(path) / "manifest.json", "trajectory manifest")
-    config = manifest.get("run", {}).get("config", {}) if isinstance(manifest, dict) else {}
-    policy = (isinstance(config, dict) and config.get("policy")) or "fixed"
+    config = _config(path)
+    policy = config.get("policy") or "fixed"
     if policy != "fixed" and not config.get("commit_to_cap"):
         raise DsparkError(
             f"{path}: expected rounds of whole blocks, but got those that policy {policy} chose, which are the "
@@ -114,14 +111,22 @@ def refuse_chosen(path: str | Path) -> None:
 
 def sampled_as(paths: Iterable[str]) -> str | None:
     """How the rollouts of these folders were sampled, for people; None where no manifest says."""
-    found = []
-    for path in paths:
-        manifest = read_json(Path(path) / "manifest.json", "trajectory manifest")
-        config = manifest.get("run", {}).get("config", {}) if isinstance(manifest, dict) else {}
-        if isinstance(config, dict) and "temperature" in config:
-            names = ("temperature", "top_p", "top_k", "min_p", "verifier")
-            found.append(", ".join(f"{name} {config.get(name)}" for name in names))
+    names = ("temperature", "top_p", "top_k", "min_p", "verifier")
+    configs = [config for config in map(_config, paths) if "temperature" in config]
+    found = [", ".join(f"{name} {config.get(name)}" for name in names) for config in configs]
     return "; ".join(dict.fromkeys(found)) or None
+
+
+def _run(path: str | Path) -> dict[str, Any]:
+    """What a folder's manifest says of the run that made it; empty where it does not."""
+    manifest = read_json(Path(path) / "manifest.json", "trajectory manifest")
+    run = manifest.get("run") if isinstance(manifest, dict) else None
+    return run if isinstance(run, dict) else {}
+
+
+def _config(path: str | Path) -> dict[str, Any]:
+    config = _run(path).get("config")
+    return config if isinstance(config, dict) else {}
 
 
 def drafted_ids(sample: Sample) -> Tensor:
@@ -159,9 +164,10 @@ def _rows(shards: list[Path], columns: list[str]) -> Iterable[dict[str, Any]]:
 
 
 def _directory(path: Path, with_rounds: bool) -> Iterable[Sample]:
+    rounds: dict[str, tuple[Round, ...]] = {}
     if with_rounds:
         refuse_chosen(path)
-    rounds = _read_rounds(path) if with_rounds else {}
+        rounds = _read_rounds(path)
     for row in _rows(_shards(path, "trajectories"), _TRAJECTORY_COLUMNS):
         prompt, response = row["prompt_ids"], row["response_ids"]
         mask = torch.zeros(len(prompt) + len(response), dtype=torch.bool)
