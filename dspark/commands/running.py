@@ -16,13 +16,13 @@ from tqdm import tqdm
 from dspark import ops
 from dspark.contracts import DsparkError, VerifierName
 from dspark.export.bundle import Bundle, check_gamma, check_target, load_bundle
-from dspark.files import sha256_json
+from dspark.rollouts.facts import calibration_hash, tokenizer_hash
 from dspark.rollouts.manifest import run_facts
 from dspark.runner import Engine, EngineOptions
 from dspark.runner.curve import CapacityCurve
 from dspark.runner.schedule import Policy
 from dspark.settings import Settings, TruncationMode
-from dspark.slot_maps import SlotMap, of_temperatures
+from dspark.slot_maps import of_temperatures
 from dspark.target.decoder import Target
 from dspark.target.load import load_target, load_tokenizer
 
@@ -42,8 +42,7 @@ class Loaded:
 
     @cached_property
     def tokenizer_hash(self) -> str:
-        tokenizer = self.tokenizer
-        return sha256_json([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template or ""])
+        return tokenizer_hash(self.tokenizer)
 
     def engine(self, verifier: str, gamma: int | None, max_batch: int = 32, **more: Any) -> Engine:
         """A runner over these models. gamma: most drafts verified per round (None: DEEPINFER_USE_NEXTN_DECODE when it
@@ -65,7 +64,7 @@ class Loaded:
         return run_facts(
             target=self.target.fingerprint,
             drafter=bundle.hash if bundle else None,
-            calibration=_calibration_hash(bundle),
+            calibration=calibration_hash(bundle.drafter.confidence_head, bundle.calibration) if bundle else None,
             draft_layers=bundle.layers if bundle else None,
             tokenizer=self.tokenizer_hash,
             verifier=verifier,
@@ -74,16 +73,6 @@ class Loaded:
             kernels=ops.fingerprint(),  # claimed only for weights whose self-test passed: load() runs it
             threads=torch.get_num_threads(),
         )
-
-
-def _calibration_hash(bundle: Bundle | None) -> str | None:
-    """Of the calibration and the maps in effect, which a switch may have set: they are in every round."""
-    head = bundle.drafter.confidence_head if bundle else None
-    if bundle is None or head is None:
-        return None
-    if all(one == SlotMap(one.temperature) for one in head.maps):  # as when there was nothing but temperatures
-        return sha256_json({"calibration": bundle.calibration, "temperatures": [one.temperature for one in head.maps]})
-    return sha256_json({"calibration": bundle.calibration, "maps": [one.to_dict() for one in head.maps]})
 
 
 def load(source: str, dtype: str, drafter: str | Path = "") -> Loaded:

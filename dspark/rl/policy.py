@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from dspark import ops
 from dspark.contracts import DsparkError
-from dspark.runner.score import Finished, score
+from dspark.rl.support import Support, logprob_on
+from dspark.runner.score import Finished, check_finished, response_logits, score
 from dspark.target.decoder import Target
 
 
@@ -35,10 +38,24 @@ class Policy(nn.Module):
 
         self.target = target.remade(own)  # a plain object: nn.Module sees the parameters once, in `weights`
 
-    def logprobs(self, sequences: Sequence[Finished]) -> tuple[Tensor, Tensor]:
-        """(logprobs, raw_logprobs) [sum of response lengths] fp32 with gradients; see runner.score.score."""
+    def logprobs(self, sequences: Sequence[Finished], support: Support | None = None) -> tuple[Tensor, Tensor]:
+        """(logprobs, raw_logprobs) [sum of response lengths] fp32 with gradients; see runner.score.score. support: the
+        tokens that the laws kept when they were sampled from (support.py), for weights that have moved since."""
         self._check_shared()
-        return score(self.target, sequences)
+        if support is None:
+            return score(self.target, sequences)
+        check_finished(self.target, sequences)
+        logits, tokens, laws = response_logits(self.target, sequences)
+        return logprob_on(support, logits, tokens, laws), ops.raw_logprob(logits, tokens)
+
+    @torch.no_grad()
+    def supports(self, sequences: Sequence[Finished]) -> tuple[Tensor, Tensor, Support]:
+        """As logprobs without gradients, and the tokens that each law keeps with the weights as they are."""
+        self._check_shared()
+        check_finished(self.target, sequences)
+        logits, tokens, laws = response_logits(self.target, sequences)
+        shaped = laws.shape(logits)
+        return ops.log_of(shaped, tokens), ops.raw_logprob(logits, tokens), Support.of(shaped)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's, into the weights that are there: replacing them would leave the runner with the old ones."""

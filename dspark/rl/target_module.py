@@ -7,31 +7,25 @@ which every command takes for --target.
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dspark.contracts import DsparkError
-from dspark.files import atomic_dir, share
 from dspark.rl.policy import Policy
-from dspark.target.checkpoint import CONFIG, SINGLE, read_config_dict
+from dspark.rl.save import save_target
+from dspark.target.checkpoint import read_config_dict
 from dspark.target.decoder import Target
 from dspark.target.families import read_config
 from dspark.target.load import checkpoint_dir
-from dspark.target.weights import plan, random_weights
+from dspark.target.weights import random_weights
 from dspark.training.batches import SequenceBatch
 from dspark.training.optim import make_optimizer
 from dspark.training.options import OptimizerOptions, as_options, plain
-
-_COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
-           "chat_template.jinja")  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -137,20 +131,3 @@ class TargetModule(LightningModule):
         folder = Path(self.out or Path(self.trainer.default_root_dir) / "target")
         save_target(folder, self.policy.target, self.raw, checkpoint_dir(self.tokenizer))
         print(f"target: {folder}")
-
-
-def save_target(folder: Path, target: Target, raw: dict[str, Any], tokenizer: Path) -> None:
-    """An ordinary checkpoint folder: config.json (raw), model.safetensors under the names of the family's plan, and the
-    tokenizer's files of another folder. Raises DsparkError when the place cannot be written."""
-    tensors: dict[str, Tensor] = {}
-    held = dict(target.tensors())
-    for name, parts in plan(target.config).items():
-        pieces = held[name].detach().split([shape[0] for _, shape in parts])
-        tensors |= {part: piece.contiguous().clone() for (part, _), piece in zip(parts, pieces, strict=True)}
-    with atomic_dir(folder) as temporary:
-        save_file(tensors, temporary / SINGLE)
-        share(temporary / SINGLE)
-        (temporary / CONFIG).write_text(json.dumps(raw, indent=1) + "\n")
-        for name in _COPIED:
-            if (tokenizer / name).exists():
-                shutil.copy(tokenizer / name, temporary / name)

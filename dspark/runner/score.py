@@ -31,21 +31,32 @@ def score(target: Target, sequences: Sequence[Finished]) -> tuple[Tensor, Tensor
     (after temperature and truncation) and of the softmax at temperature 1. Differentiable where the target's weights
     are. A token outside the kept support has logprob -inf and no gradient. Raises DsparkError for an
     empty prompt, ids outside the vocabulary, and sequences past the longest context."""
-    for i, s in enumerate(sequences):
-        _check(i, s, target)
-    attached = target.embed_weight[:0].sum(1).float()  # no rows, but part of the graph
+    check_finished(target, sequences)
     sequences = [s for s in sequences if len(s.response_ids)]
     if not sequences:
+        attached = target.embed_weight[:0].sum(1).float()  # no rows, but part of the graph
         return attached, attached
+    logits, tokens, laws = response_logits(target, sequences)
+    return laws.logprob(logits, tokens), ops.raw_logprob(logits, tokens)
+
+
+def response_logits(target: Target, sequences: Sequence[Finished]) -> tuple[Tensor, Tensor, SamplingRows]:
+    """Of the N > 0 response tokens, one after the other: the logits [N, V] fp32 they were drawn by, the tokens [N], and
+    how each was sampled. Sequences as check_finished wants them, none without a response."""
     target.refresh()
     tokens = torch.tensor([token for s in sequences for token in s.response_ids])
     inputs = [torch.tensor([*s.prompt_ids, *s.response_ids][:-1]) for s in sequences]
     hidden, _, offsets = target.forward_sequences(inputs)
     starts = offsets[:-1] + torch.tensor([len(s.prompt_ids) - 1 for s in sequences])
     rows = torch.cat([torch.arange(a, b) for a, b in zip(starts.tolist(), offsets[1:].tolist(), strict=True)])
-    logits = target.logits(hidden[rows])
     laws = SamplingRows.of([s.params for s in sequences]).repeat(torch.tensor([len(s.response_ids) for s in sequences]))
-    return laws.logprob(logits, tokens), ops.raw_logprob(logits, tokens)
+    return target.logits(hidden[rows]), tokens, laws
+
+
+def check_finished(target: Target, sequences: Sequence[Finished]) -> None:
+    """Raises DsparkError for a sequence that cannot be scored."""
+    for i, s in enumerate(sequences):
+        _check(i, s, target)
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, what: str) -> None:

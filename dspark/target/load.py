@@ -56,6 +56,17 @@ def load_target(source: str | Path, dtype: torch.dtype | str = "bfloat16") -> Ta
     return Target(config, tensors, name=_name(source), eos_ids=_eos_ids(directory, raw))
 
 
+def random_target(source: str | Path, dtype: torch.dtype | str, seed: int, scale: float) -> Target:
+    """A target of the shape that the config.json at ``source`` says, with weights drawn from ``seed``: matrices normal
+    of standard deviation ``scale``, norms near one. The folder needs no weights."""
+    directory = checkpoint_dir(source)
+    raw = read_config_dict(directory)
+    config = read_config(raw)
+    drawn = weights.random_weights(config, seed, _dtype(dtype), scale)
+    tensors = {name: t.clamp(0.5, 1.5) if "norm" in name else t for name, t in drawn.items()}
+    return Target(config, tensors, name=_name(source), eos_ids=_eos_ids(directory, raw))
+
+
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer that belongs to the target at ``source``, with its chat template when the source has one."""
     directory = checkpoint_dir(source)

@@ -1,0 +1,56 @@
+"""run.json beside an RL run's rollouts: whose they are. So that no run goes on among the rollouts of another."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from dspark.contracts import DsparkError
+from dspark.files import atomic_write, read_json
+
+RUN = "run.json"
+THREADS = "threads"  # decides on the last bits of gradients, hence said, but no reason to refuse
+
+
+def keep_run_record(out: str | Path, record: dict[str, Any]) -> None:
+    """Writes `record`, or holds it against the one that is there. Raises DsparkError, naming what differs, when `out`
+    holds the rollouts of another run."""
+    path = Path(out) / RUN
+    if not path.exists():
+        if any(Path(out).glob("[0-9]*")):
+            raise DsparkError(f"{out}: expected no rollouts of another program, but found some. Choose another out.")
+        atomic_write(path, json.dumps(record, indent=1, sort_keys=True) + "\n")
+        return
+    was = read_json(path, "record of an RL run")
+    refuse_other_settings(str(out), {**was, THREADS: None}, {**record, THREADS: None})
+    if was.get(THREADS) != record[THREADS]:
+        print(
+            f"note: this run was begun with {was.get(THREADS)} threads and goes on with {record[THREADS]}: the last "
+            "bits of its gradients will be others than in one piece.",
+            file=sys.stderr,
+        )
+
+
+def refuse_other_settings(where: str, saved: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raises DsparkError naming the settings in which a run that is there differs from the one asked for."""
+    was, now = flat(saved), flat(given)
+    differing = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
+    if differing:
+        shown = "; ".join(f"{key} was {was.get(key)!r}, now {now.get(key)!r}" for key in differing[:5])
+        more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""
+        raise DsparkError(
+            f"{where}: expected the settings of the run that is there, but got others: {shown}{more}. Give the old "
+            "ones, or begin a new run in another folder (rollout.out and trainer.default_root_dir)."
+        )
+
+
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one: {"rollout.temperature": ...}."""
+    if not isinstance(values, dict) or not values:
+        return {prefix: list(values) if isinstance(values, tuple) else values}
+    found: dict[str, Any] = {}
+    for key, inner in values.items():
+        found |= flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    return found

@@ -1,0 +1,55 @@
+"""What a run leaves for others: its policy as an ordinary checkpoint folder, its draft model as a bundle for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dspark.drafter.model import Drafter
+from dspark.export.bundle import save_bundle
+from dspark.files import atomic_dir, share
+from dspark.target.checkpoint import CONFIG, SINGLE, read_config_dict
+from dspark.target.decoder import Target
+from dspark.target.load import checkpoint_dir
+from dspark.target.weights import plan
+
+_COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+           "chat_template.jinja")  # fmt: skip
+
+
+def save_policy(folder: Path, policy: Target, source: str) -> None:
+    """The policy as a checkpoint of `source`'s kind, which every command takes for --target: same fingerprint."""
+    origin = checkpoint_dir(source)
+    dtype = str(policy.dtype).removeprefix("torch.")
+    raw = {k: v for k, v in read_config_dict(origin).items() if k != "dtype"} | {"torch_dtype": dtype}
+    save_target(folder, policy, raw, origin)
+
+
+def save_drafter(folder: Path, drafter: Drafter, policy: Target) -> str:
+    """The draft model as a bundle made for the policy as it is now. Returns its hash."""
+    made_for = Drafter(replace(drafter.config, target_fingerprint=policy.fingerprint), drafter.draft_ids)
+    made_for.load_state_dict(drafter.state_dict())
+    return save_bundle(folder, made_for.to(policy.dtype), {"dtype": str(policy.dtype).removeprefix("torch.")})
+
+
+def save_target(folder: Path, target: Target, raw: dict[str, Any], tokenizer: Path) -> None:
+    """An ordinary checkpoint folder: config.json (raw), model.safetensors under the names of the family's plan, and the
+    tokenizer's files of another folder. Raises DsparkError when the place cannot be written."""
+    tensors: dict[str, Tensor] = {}
+    held = dict(target.tensors())
+    for name, parts in plan(target.config).items():
+        pieces = held[name].detach().split([shape[0] for _, shape in parts])
+        tensors |= {part: piece.contiguous().clone() for (part, _), piece in zip(parts, pieces, strict=True)}
+    with atomic_dir(folder) as temporary:
+        save_file(tensors, temporary / SINGLE)
+        share(temporary / SINGLE)
+        (temporary / CONFIG).write_text(json.dumps(raw, indent=1) + "\n")
+        for name in _COPIED:
+            if (tokenizer / name).exists():
+                shutil.copy(tokenizer / name, temporary / name)

@@ -1,0 +1,115 @@
+"""What an RL run is made of besides its policy's weights: loaded once, by the settings of its rollouts."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from dspark import ops
+from dspark.contracts import DsparkError, VerifierName
+from dspark.corpus.prompts import Prompt, load_prompts, prompts_hash
+from dspark.drafter.identity import identity_hash, layers_hash, tensor_hashes
+from dspark.drafter.model import Drafter
+from dspark.export.bundle import Bundle, check_gamma, check_target, load_bundle
+from dspark.files import sha256_json
+from dspark.rl.policy import Policy
+from dspark.rollouts.config import RolloutConfig
+from dspark.rollouts.facts import calibration_hash, tokenizer_hash
+from dspark.rollouts.manifest import run_facts
+from dspark.runner import Engine, EngineOptions
+from dspark.runner.curve import CapacityCurve
+from dspark.runner.schedule import Policy as LengthPolicy
+from dspark.target.decoder import Target
+from dspark.target.load import load_target, load_tokenizer, random_target
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """policy: the weights the run starts from, its own copy. reference: another copy, None without a KL term. started:
+    the fingerprint of both. prompts: distinct, in the file's order, skip and limit applied. bundle: the draft model,
+    None without one."""
+
+    policy: Policy
+    reference: Policy | None
+    started: str
+    tokenizer: Any
+    tokenizer_hash: str
+    prompts: list[Prompt]
+    bundle: Bundle | None
+    curve: CapacityCurve | None
+
+    @staticmethod
+    def load(config: RolloutConfig, random_weights: float, with_reference: bool) -> Start:
+        """Raises DsparkError for a source that is not there, a draft model of another target, and prompts of which
+        none is left."""
+        target = _target(config, random_weights)
+        assert target.self_tested
+        bundle = load_bundle(config.drafter) if config.drafter else None
+        if bundle:
+            check_target(bundle, target)
+            check_gamma(bundle, config.gamma or bundle.config.num_predictions)
+        policy, tokenizer = Policy(target), load_tokenizer(config.target)
+        return Start(
+            policy, copy.deepcopy(policy).requires_grad_(False) if with_reference else None, target.fingerprint,
+            tokenizer, tokenizer_hash(tokenizer), _prompts(config, tokenizer, target), bundle,
+            CapacityCurve.load(config.curve) if config.curve else None,
+        )  # fmt: skip
+
+    def record(self) -> dict[str, Any]:
+        """What a run begins from, by hash."""
+        return {
+            "started": self.started,
+            "prompts": prompts_hash(self.prompts),
+            "drafter": self.bundle.hash if self.bundle else None,
+            "threads": torch.get_num_threads(),
+        }
+
+    def engine(self, config: RolloutConfig, drafter: Drafter | None) -> Engine:
+        """A runner over the policy's weights as they are at any time."""
+        options = EngineOptions(
+            cast(VerifierName, config.verifier), max_batch=config.batch_size, verify_tokens=config.gamma if drafter else
+            None, policy=cast(LengthPolicy, config.policy or "fixed"), threshold=config.threshold, curve=self.curve,
+            commit_to_cap=config.commit_to_cap,
+        )  # fmt: skip
+        return Engine(self.policy.target, drafter, options)
+
+    def facts(self, config: RolloutConfig, drafter: Drafter | None) -> dict[str, Any]:
+        """What the next rollout's manifest records: the weights of policy and draft model are hashed as they are."""
+        hashes = tensor_hashes(drafter.state_dict()) if drafter else {}
+        calibration = self.bundle.calibration if self.bundle else None
+        facts = run_facts(
+            target=self.policy.target.fingerprint,
+            drafter=identity_hash(drafter.config, hashes) if drafter else None,
+            draft_layers=layers_hash(drafter.config, hashes) if drafter else None,
+            calibration=calibration_hash(drafter.confidence_head, calibration) if drafter else None,
+            tokenizer=self.tokenizer_hash,
+            verifier=config.verifier,
+            dtype=config.dtype,
+            device="cpu",
+            kernels=ops.fingerprint(),
+            threads=torch.get_num_threads(),
+        )
+        return {**facts, "curve": sha256_json(self.curve.to_dict()) if self.curve else None}
+
+
+def _target(config: RolloutConfig, random_weights: float) -> Target:
+    if random_weights:
+        return random_target(config.target, config.dtype, config.run_seed, random_weights)
+    return load_target(config.target, config.dtype)
+
+
+def _prompts(config: RolloutConfig, tokenizer: Any, target: Target) -> list[Prompt]:
+    longest = target.config.max_position_embeddings - config.max_tokens
+    aside = Path(config.out.rstrip("/") + ".quarantine.jsonl")
+    found = load_prompts(config.prompts, tokenizer, config.split or None, aside, max_tokens=max(1, longest))
+    distinct = list({prompt.prompt_id: prompt for prompt in found.prompts}.values())[config.skip :]
+    chosen = distinct[: config.limit] if config.limit else distinct
+    if not chosen:
+        raise DsparkError(
+            f"{config.prompts}: expected prompts after the first {config.skip} (rollout.skip), but there are none."
+        )
+    return chosen
