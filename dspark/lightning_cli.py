@@ -29,6 +29,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from dspark.contracts import DsparkError
 from dspark.files import atomic_write
@@ -53,6 +54,7 @@ QUIET = (
     r"The dirpath has changed from .*",  # the folder a checkpoint came from is not where this run writes
     r".*GPU available but not used.*",
     r".*`training_step` returned `None`.*",
+    r"(?s)Using ModelCheckpoint with manual optimization.*",  # our checkpoints lie between rollouts
     r".*recommended to use `self.log\(.*sync_dist=True\)`.*",  # what is logged has been added up over ranks
 )
 
@@ -256,7 +258,8 @@ class RecipeCLI(LightningCLI):
         if not self.trainer.is_global_zero:
             return
         if self.verb == "fit" and (path := self._last_checkpoint()):
-            print(f"checkpoint: {path}; next: {self._next_command(path)}", file=sys.stderr)
+            following = f"; next: {self._next_command(path)}" if is_overridden("test_step", self.model) else ""
+            print(f"checkpoint: {path}{following}", file=sys.stderr)
         if self.verb == "predict":
             target = Path(self.trainer.default_root_dir) / "predictions.jsonl"
             records = list(records_of(self.trainer.predict_loop.predictions))

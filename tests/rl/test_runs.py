@@ -1,0 +1,101 @@
+"""Whole RL runs: same seed, same files and same weights; killed and resumed, the same; and whatever drafts, the same."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dspark.contracts import DsparkError
+from dspark.rollouts.store import read_rounds
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LEARNS = {"steps": 2, "optimizer": {"lr": 0.02, "warmup_steps": 0}}
+TWO = {"objective": {"updates_per_rollout": 2}, "rollout": {"top_p": 0.9, "temperature": 0.8}}
+
+
+def same(tiny_rl: Any, a: Path, first: Any, b: Path, second: Any) -> None:
+    assert tiny_rl.shard_hashes(a) == tiny_rl.shard_hashes(b) != {}
+    assert tiny_rl.weights_hash(first) == tiny_rl.weights_hash(second)
+
+
+def test_same_seed_same_everything_and_another_seed_another(tiny_rl: Any, tmp_path: Path) -> None:
+    runs = {name: tiny_rl.run(tmp_path / name, 4, **TWO) for name in ("a", "b")}
+    same(tiny_rl, tmp_path / "a", runs["a"], tmp_path / "b", runs["b"])
+    assert tiny_rl.history(tmp_path / "a") == tiny_rl.history(tmp_path / "b")
+    other = tiny_rl.run(tmp_path / "c", 4, **{**TWO, "rollout": {**TWO["rollout"], "run_seed": 1}})
+    assert tiny_rl.weights_hash(other) != tiny_rl.weights_hash(runs["a"])
+
+
+def test_batch_size_and_token_budget_of_the_runner_do_not_show(tiny_rl: Any, tmp_path: Path) -> None:
+    first = tiny_rl.run(tmp_path / "a", 3)
+    second = tiny_rl.run(tmp_path / "b", 3, rollout={"batch_size": 1})
+    same(tiny_rl, tmp_path / "a", first, tmp_path / "b", second)
+
+
+@pytest.mark.parametrize("options", [{}, TWO, {"objective": {"kl": 0.1}}], ids=["plain", "two updates, top-p", "kl"])
+def test_resumed_in_the_middle(tiny_rl: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+    whole = tiny_rl.run(tmp_path / "whole", 6, save_every=100, **options)
+    tiny_rl.run(tmp_path / "cut", 4, **options)
+    rest = tiny_rl.run(tmp_path / "cut", 6, ckpt=str(tmp_path / "cut" / "last.ckpt"), **options)
+    same(tiny_rl, tmp_path / "whole", whole, tmp_path / "cut", rest)
+    assert tiny_rl.history(tmp_path / "whole") == tiny_rl.history(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_killed_and_resumed_with_a_draft_model_that_follows(tiny_rl: Any, tmp_path: Path, dtype: str) -> None:
+    drafter = tiny_rl.make_drafter(tmp_path / "drafter", dtype)
+    given = {"rollout": {"drafter": drafter, "dtype": dtype}, "follow": {"steps": 2}}
+    whole = tiny_rl.run(tmp_path / "whole", 5, **given)
+    killed = {**given, "root": str(tmp_path / "cut"), "steps": 5, "kill": 3}
+    script = Path(tiny_rl.__file__)
+    done = subprocess.run([sys.executable, script, json.dumps(killed)], check=False, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert len(list((tmp_path / "cut" / "rollouts").glob("0*"))) == 3, "one more than the checkpoint knows of"
+    rest = tiny_rl.run(tmp_path / "cut", 5, ckpt=str(tmp_path / "cut" / "last.ckpt"), **given)
+    same(tiny_rl, tmp_path / "whole", whole, tmp_path / "cut", rest)
+    for ours, theirs in zip(whole.follower.trained.parameters(), rest.follower.trained.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert tiny_rl.history(tmp_path / "whole") == tiny_rl.history(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_who_drafts_changes_no_bit(tiny_rl: Any, tmp_path: Path, dtype: str) -> None:
+    """None, frozen, following: the same trajectories, the same policy; and the followers did draft and did learn."""
+    drafter = tiny_rl.make_drafter(tmp_path / "drafter", dtype)
+    rollout = {"drafter": drafter, "dtype": dtype}
+    none = tiny_rl.run(tmp_path / "none", 4, rollout={"dtype": dtype})
+    frozen = tiny_rl.run(tmp_path / "frozen", 4, rollout=rollout)
+    following = tiny_rl.run(tmp_path / "following", 4, rollout=rollout, follow=LEARNS)
+    same(tiny_rl, tmp_path / "none", none, tmp_path / "frozen", frozen)
+    same(tiny_rl, tmp_path / "none", none, tmp_path / "following", following)
+    drafts = []
+    for name in ("frozen", "following"):
+        last = read_rounds(tmp_path / name / "rollouts" / "000003")
+        rounds = [r for some in last.values() for r in some]
+        assert sum(r.accepted for r in rounds) > 0
+        assert sum(r.accepted < r.verified for r in rounds) > 0
+        drafts.append([r.drafted for r in rounds])
+    assert drafts[0] != drafts[1], "the follower drafts as if it had not learned"
+    moved = zip(frozen.follower.trained.named_parameters(), following.follower.trained.named_parameters(), strict=True)
+    still = {name for (name, a), (_, b) in moved if torch.equal(a, b)}
+    assert not {n for n in still if "confidence_head" in n or n.startswith("layers.")}, still
+
+
+def test_a_run_does_not_go_on_among_anothers_rollouts(tiny_rl: Any, tmp_path: Path) -> None:
+    tiny_rl.run(tmp_path / "a", 2)
+    before = tiny_rl.shard_hashes(tmp_path / "a")
+    with pytest.raises(DsparkError, match=r"expected the settings of the run that is there.*optimizer.lr was 0.01, now"):
+        tiny_rl.run(tmp_path / "a", 2, optimizer={"lr": 0.02})
+    with pytest.raises(DsparkError, match=r"rollout.temperature was 1.0, now 0.5"):
+        tiny_rl.run(tmp_path / "a", 4, ckpt=str(tmp_path / "a" / "last.ckpt"), rollout={"temperature": 0.5})
+    assert tiny_rl.shard_hashes(tmp_path / "a") == before
+    again = tiny_rl.run(tmp_path / "a", 2)  # the same run: what is there is taken
+    assert tiny_rl.shard_hashes(tmp_path / "a") == before
+    assert again.history.lines[-1]["seconds/generate"] == 0.0
