@@ -1,13 +1,14 @@
 """Writes the two RL tasks: `python data/rl/make_tasks.py`. Same bytes every time; tests/test_data.py holds them to it.
 
-    digits/       the shape and the tokenizer of a tiny policy with 16 tokens, no weights
-    digits.jsonl  three digits; the answer is to be the same digits, then the end
-    sums.jsonl    sums of two numbers, asked in words; for SmolLM2
+digits/       the shape and the tokenizer of a tiny policy with 16 tokens, no weights
+digits.jsonl  three digits; the answer is to be the same digits, then the end
+sums.jsonl    sums of two numbers, for SmolLM2: 301 to train on, 60 to test
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -47,14 +48,18 @@ def digits() -> list[dict]:
 
 
 def sums() -> list[dict]:
-    """400 sums of numbers from 2 to 49."""
-    pairs = [(a, b) for a in range(2, 50) for b in range(2, 50)]
-    chosen = [pairs[i * 1009 % len(pairs)] for i in range(400)]
-    return [row(f"sums-{a}-{b}", "sums", f"What is {a} + {b}? Answer with the number only.") for a, b in chosen]
+    """The sums of two numbers from 2 to 20, in an order that mixes them; every sixth is left for testing."""
+    pairs = [(a, b) for a in range(2, 21) for b in range(2, 21)]
+    chosen = [pairs[i * 157 % len(pairs)] for i in range(len(pairs))]
+    told = {"role": "system", "content": "You add numbers. Say the sum."}
+    return [
+        {**row(f"sums-{a}-{b}", "sums", f"{a} + {b} = ?", [told]), "split": "test" if i % 6 == 5 else "train"}
+        for i, (a, b) in enumerate(chosen)
+    ]
 
 
-def row(name: str, domain: str, text: str) -> dict:
-    return {"id": name, "domain": domain, "messages": [{"role": "user", "content": text}]}
+def row(name: str, domain: str, text: str, before: Sequence[dict] = ()) -> dict:
+    return {"id": name, "domain": domain, "messages": [*before, {"role": "user", "content": text}]}
 
 
 def write(folder: Path) -> None:

@@ -30,8 +30,8 @@ def refuse_difference(trajectories: Sequence[Trajectory], logprobs: Tensor, raw:
         raise DsparkError(
             f"rl: expected the trainer's log-probabilities to be the sampler's, but they differ first at trajectory "
             f"{trajectory.trajectory_id}, response token {position} (id {trajectory.response_ids[position]}), {field}: "
-            f"sampled {theirs[at]:.9g}, trained {ours[at]:.9g}; at most by {spread(ours, theirs):.3g}. The weights are not "
-            "those that sampled, or an operation is not invariant here (dspark doctor)."
+            f"sampled {theirs[at]:.9g}, trained {ours[at]:.9g}; at most by {spread(ours, theirs):.3g}. The weights are "
+            "not those that sampled, or an operation is not invariant here (dspark doctor)."
         )
 
 

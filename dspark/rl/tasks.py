@@ -17,6 +17,7 @@ def same_digits(sample: RewardInput) -> float:
 
 
 def right_sum(sample: RewardInput) -> float:
-    """1 when the answer is the sum that was asked and nothing else, 0 otherwise."""
-    a, b = map(int, re.findall(r"\d+", sample.messages[-1]["content"])[:2])
-    return float(sample.text.strip().rstrip(".") == str(a + b))
+    """1 when the answer comes to its end in time and the last number in it is the sum that was asked; 0 otherwise."""
+    a, b = map(int, re.findall(r"\d+", sample.messages[-1]["content"]))
+    said = re.findall(r"\d+", sample.text)
+    return float(sample.finish_reason == "stop" and said[-1:] == [str(a + b)])

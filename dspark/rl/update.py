@@ -58,7 +58,10 @@ class Updates:
 
     def _chunks(self, trajectories: Sequence[Trajectory]) -> list[list[Chunk]]:
         """Per update its samples, in forward passes; as many of these on every rank."""
-        sizes = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
+        sizes = [len(t.response_ids) for t in trajectories]
+        for i, t in enumerate(trajectories):  # a prompt is run once for its neighbours
+            if not i or t.prompt_ids != trajectories[i - 1].prompt_ids:
+                sizes[i] += len(t.prompt_ids)
         shares = partition([1] * len(sizes), range(len(sizes)), self.options.updates_per_rollout)
         needed = max(-(-sum(sizes[i] for i in share) // self.token_budget) for share in shares)
         parts = int(self.ranks.largest(float(max(1, needed))))

@@ -45,12 +45,22 @@ def response_logits(target: Target, sequences: Sequence[Finished]) -> tuple[Tens
     how each was sampled. Sequences as check_finished wants them, none without a response."""
     target.refresh()
     tokens = torch.tensor([token for s in sequences for token in s.response_ids])
-    inputs = [torch.tensor([*s.prompt_ids, *s.response_ids][:-1]) for s in sequences]
-    hidden, _, offsets = target.forward_sequences(inputs)
-    starts = offsets[:-1] + torch.tensor([len(s.prompt_ids) - 1 for s in sequences])
-    rows = torch.cat([torch.arange(a, b) for a, b in zip(starts.tolist(), offsets[1:].tolist(), strict=True)])
+    hidden, rows = _forward(target, sequences)
     laws = SamplingRows.of([s.params for s in sequences]).repeat(torch.tensor([len(s.response_ids) for s in sequences]))
     return target.logits(hidden[rows]), tokens, laws
+
+
+def _forward(target: Target, sequences: Sequence[Finished]) -> tuple[Tensor, Tensor]:
+    """(hidden states, the rows that predict each response token). A prompt that several sequences have is run once."""
+    asked: dict[tuple[int, ...], list[int]] = {}
+    for i, s in enumerate(sequences):
+        asked.setdefault(tuple(s.prompt_ids), []).append(i)
+    stems = [torch.tensor(prompt) for prompt in asked]
+    answers = [torch.tensor(s.response_ids[:-1], dtype=torch.int64) for s in sequences]
+    hidden, rows = target.forward_branching(stems, [[answers[i] for i in few] for few in asked.values()])
+    order = [i for few in asked.values() for i in few]
+    placed = dict(zip(order, (found for some in rows for found in some), strict=True))
+    return hidden, torch.cat([placed[i] for i in range(len(sequences))])
 
 
 def check_finished(target: Target, sequences: Sequence[Finished]) -> None:

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from dspark import ops
 from dspark.contracts import DsparkError
+from dspark.target.branching import branching
 from dspark.target.cache import KVCache
 from dspark.target.families import DecoderConfig
-from dspark.target.place import Place
+from dspark.target.place import Place, Ranges
 from dspark.target.replay import Replay
 from dspark.target.rings import RingPass, Span
 from dspark.target.rope import RopeTable
@@ -158,6 +159,7 @@ class Target:
         taps: tuple[int, ...] = (),
         spans: Sequence[Span] = (),
         replay: Replay | None = None,
+        stem: Ranges | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Runs N tokens; all index tensors are [N] int64.
 
@@ -165,14 +167,15 @@ class Target:
         and it attends rows begin[n]:end[n] (begin: its sequence's first row, end: its own row + 1; a layer's sliding
         window is applied here). Without a cache the call is the arena: row n is token n, and ``rows`` is not looked at.
         spans: the same tokens sequence by sequence, for a cache in which windowed layers keep rings. replay: which of
-        them go through the consumer layers; the others' hidden states are zeros.
+        them go through the consumer layers; the others' hidden states are zeros. stem: rows of this call that a token
+        attends before begin:end, a beginning that its sequence shares with others (without a cache only).
         Returns the hidden states [N, H] after the final norm, for logits(), and the tapped states
         [N, len(taps) * H] in the order of ``taps`` (None without taps): tap i is the output of decoder layer i before
         the final norm, -1 the embedding. Raises DsparkError for a tap the model does not have.
         """
         self._check_taps(taps)
         config, kept = self.config, {}
-        place = Place.of(self._rope.at(positions), rows, begin, end, config.windows, spans, cache)
+        place = Place.of(self._rope.at(positions), rows, begin, end, config.windows, spans, cache, stem)
         residual = kept[-1] = self.embed(ids)
         normed = self.ops.rms_norm(residual, self.layers[0].input_norm, config.rms_norm_eps)
         shared: Keys | None = None
@@ -195,7 +198,7 @@ class Target:
         """(normed for what follows, residual) behind layer i."""
         eps, window = self.config.rms_norm_eps, self.config.windows[i]
         arena = (place.rings.get(window, place.rows), cache.k[i], cache.v[i]) if cache else None
-        mixed = self._attend(layer, normed, place.cos, place.sin, place.begins[window], place.end, arena)
+        mixed = self._attend(layer, normed, place, window, arena)
         if shared is not None and layer.cross_norm is not None:
             normed, residual = self.ops.add_rms_norm(mixed, residual, layer.cross_norm, eps)
             mixed = self._attend_shared(layer, normed, place, shared)
@@ -222,8 +225,14 @@ class Target:
         assert layer.cross_output is not None, "a consumer layer has all three"
         query = self.ops.linear(normed, layer.cross_q).view(len(normed), config.num_heads, config.head_dim)
         query = self.ops.rotary(query, place.cos, place.sin)
-        mixed = self.ops.attention(query, *shared, place.begins[0], place.end, config.head_dim**-0.5)
-        return self.ops.linear(mixed.flatten(1), layer.cross_output)
+        return self.ops.linear(self._look(query, *shared, place, 0).flatten(1), layer.cross_output)
+
+    def _look(self, query: Tensor, keys: Tensor, values: Tensor, place: Place, window: int) -> Tensor:
+        """[N, Hq, D] over each row's past: the shared beginning, then its own rows. Where keys lie changes no bit."""
+        own, scale = (place.begins[window], place.end), self.config.head_dim**-0.5
+        if not place.stems:
+            return self.ops.attention(query, keys, values, *own, scale)
+        return self.ops.attention(query, keys, values, *place.stems[window], scale, keys, values, *own)
 
     def forward_sequences(
         self, sequences: Sequence[Tensor], taps: tuple[int, ...] = ()
@@ -241,14 +250,22 @@ class Target:
         hidden, features = self.forward(torch.cat(list(sequences)), rows - begin, rows, begin, rows + 1, None, taps)
         return hidden, features, offsets
 
+    def forward_branching(
+        self, stems: Sequence[Tensor], branches: Sequence[Sequence[Tensor]]
+    ) -> tuple[Tensor, list[list[Tensor]]]:
+        """Sequences of which several begin alike, each beginning run once (branching.py). Returns hidden [N, H] and for
+        every branch of every stem its rows [1 + S'], the stem's last first: the bits of the whole sequences."""
+        laid = branching(stems, branches)
+        rows = torch.arange(len(laid.ids))
+        hidden, _ = self.forward(laid.ids, laid.positions, rows, laid.begin, rows + 1, None, stem=laid.stem)
+        return hidden, laid.ends
+
     def _attend(
         self,
         layer: Layer,
         normed: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        begin: Tensor,
-        end: Tensor,
+        place: Place,
+        window: int,
         arena: tuple[Tensor | RingPass, Tensor, Tensor] | None,
     ) -> Tensor:
         """The attention sublayer: [N, H] -> [N, H]. arena: (rows to write, keys, values), written, then read."""
@@ -261,8 +278,8 @@ class Target:
         if layer.q_norm is not None and layer.k_norm is not None:
             query = self.ops.rms_norm(query, layer.q_norm, config.rms_norm_eps)
             key = self.ops.rms_norm(key, layer.k_norm, config.rms_norm_eps)
-        key = self.ops.rotary(key, cos, sin)
-        query = self.ops.rotary(query, cos, sin)
+        key = self.ops.rotary(key, place.cos, place.sin)
+        query = self.ops.rotary(query, place.cos, place.sin)
         value = value.contiguous()
         where, keys, values = arena or (None, key, value)
         if isinstance(where, RingPass):
@@ -271,7 +288,7 @@ class Target:
             if where is not None:
                 keys.index_copy_(0, where, key)
                 values.index_copy_(0, where, value)
-            mixed = self.ops.attention(query, keys, values, begin, end, config.head_dim**-0.5)
+            mixed = self._look(query, keys, values, place, window)
         return self.ops.linear(mixed.flatten(1), layer.output, layer.output_bias)
 
     def _attend_rings(

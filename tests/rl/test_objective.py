@@ -60,7 +60,9 @@ def test_where_nothing_moved_the_gradient_is_the_advantage(kind: str) -> None:
 def test_the_clip_stops_what_went_far_enough_and_nothing_else(ratio: float, gain: float) -> None:
     logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
     one = torch.tensor([1])
-    given = Tokens(torch.zeros(1, dtype=torch.int64), torch.tensor([gain]), torch.tensor([True]), one, 1, torch.zeros(1))
+    given = Tokens(
+        torch.zeros(1, dtype=torch.int64), torch.tensor([gain]), torch.tensor([True]), one, 1, torch.zeros(1)
+    )
     surrogate(logprobs, given, "grpo", 0.2, 0.2)[0].backward()
     stopped = (gain > 0 and ratio > 1.2) or (gain < 0 and ratio < 0.8)
     assert (float(logprobs.grad) == 0.0) == stopped

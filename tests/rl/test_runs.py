@@ -1,4 +1,4 @@
-"""Whole RL runs: same seed, same files and same weights; killed and resumed, the same; and whatever drafts, the same."""
+"""Whole RL runs: same seed, same files and weights; killed and resumed, the same; and whatever drafts, the same."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ def test_who_drafts_changes_no_bit(tiny_rl: Any, tmp_path: Path, dtype: str) -> 
 def test_a_run_does_not_go_on_among_anothers_rollouts(tiny_rl: Any, tmp_path: Path) -> None:
     tiny_rl.run(tmp_path / "a", 2)
     before = tiny_rl.shard_hashes(tmp_path / "a")
-    with pytest.raises(DsparkError, match=r"expected the settings of the run that is there.*optimizer.lr was 0.01, now"):
+    with pytest.raises(
+        DsparkError, match=r"expected the settings of the run that is there.*optimizer.lr was 0.01, now"
+    ):
         tiny_rl.run(tmp_path / "a", 2, optimizer={"lr": 0.02})
     with pytest.raises(DsparkError, match=r"rollout.temperature was 1.0, now 0.5"):
         tiny_rl.run(tmp_path / "a", 4, ckpt=str(tmp_path / "a" / "last.ckpt"), rollout={"temperature": 0.5})

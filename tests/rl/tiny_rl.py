@@ -1,6 +1,6 @@
 """Whole RL runs on the digits task, in this process or, as a script, in one of its own that a test may kill.
 
-    python tests/rl/tiny_rl.py '{"root": "...", "steps": 6, ...}'      the arguments of `run`
+python tests/rl/tiny_rl.py '{"root": "...", "steps": 6, ...}'      the arguments of `run`
 """
 
 from __future__ import annotations
