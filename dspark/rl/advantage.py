@@ -29,7 +29,7 @@ def advantages(rewards: Tensor, groups: Tensor, kind: Objective) -> tuple[Tensor
     _, group = torch.unique(groups, return_inverse=True)
 
     def over_group(x: Tensor) -> Tensor:
-        return torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, x)[group]
+        return torch.zeros(len(group), dtype=torch.float64).index_add_(0, group, x)[group]
 
     size = over_group(counted.double())
     centred = torch.where(counted, values - over_group(values) / size.clamp_min(1), 0.0)

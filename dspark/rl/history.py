@@ -35,17 +35,18 @@ class History:
 
 
 def rollout_figures(rollout: Rollout, slots: int) -> dict[str, float]:
-    """Figures of one rollout, NaN where there is none: reward (mean, spread over samples, share of groups whose rewards
-    differ), tokens a sample, share ended by a stop; with drafts (slots > 0) tau, accepted drafts a round, and the ECE
-    of the survival over all slots."""
-    rewards, groups = rollout.rewards, rollout.groups
+    """Figures of one rollout, NaN where there is none: reward (mean and spread over samples), share of samples without
+    one, share of groups whose rewards differ, tokens a sample, share ended by a stop; with drafts (slots > 0) tau,
+    accepted drafts a round, and the ECE of the survival over all slots."""
+    rewards, groups, count = rollout.rewards, rollout.groups, max(1, len(rollout.trajectories))
     known = rewards[~rewards.isnan()]
     figures = {
         "reward": float(known.mean()) if len(known) else math.nan,
+        "rewards_missing": (len(rewards) - len(known)) / count,
         "reward_std": float(known.std(correction=0)) if len(known) else math.nan,
         "groups_that_differ": _differing(rewards, groups),
-        "tokens": sum(len(t.response_ids) for t in rollout.trajectories) / len(rollout.trajectories),
-        "stopped": sum(t.finish_reason == "stop" for t in rollout.trajectories) / len(rollout.trajectories),
+        "tokens": sum(len(t.response_ids) for t in rollout.trajectories) / count,
+        "stopped": sum(t.finish_reason == "stop" for t in rollout.trajectories) / count,
     }
     if slots:
         found = rollout.acceptance(slots)
@@ -71,4 +72,4 @@ def survival_ece(rounds: Sequence[Round]) -> float:
 def _differing(rewards: Tensor, groups: Tensor) -> float:
     """Share of the groups in which some reward differs from another: the others teach nothing."""
     kinds = [rewards[(groups == g) & ~rewards.isnan()] for g in groups.unique()]
-    return sum(bool(len(k) and (k != k[0]).any()) for k in kinds) / len(kinds)
+    return sum(bool(len(k) and (k != k[0]).any()) for k in kinds) / max(1, len(kinds))

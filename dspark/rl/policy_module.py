@@ -260,8 +260,6 @@ def _refuse_trainer(trainer: Trainer, updates: int) -> None:
          trainer.precision),
         ("max_steps", trainer.max_steps > 0 and trainer.max_steps % updates == 0,
          f"a multiple of objective.updates_per_rollout ({updates})", trainer.max_steps),
-        ("accumulate_grad_batches", trainer.accumulate_grad_batches == 1, "1 (token_budget cuts an update into passes)",
-         trainer.accumulate_grad_batches),
     )  # fmt: skip
     for name, ok, wanted, got in checks:
         if not ok:

@@ -76,7 +76,9 @@ def roll(
     max_failed_share: float,
 ) -> Rollout:
     """Collects into config.out, or finds it there. Raises DsparkError when the folder is another rollout's, and when
-    more than `max_failed_share` of the samples have no reward."""
+    more than `max_failed_share` of the samples have no reward. No prompts: a rank for which none were left."""
+    if not prompts:
+        return Rollout([], {}, {}, 0.0)
     timed = _Timed(engine)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     summary = collect(prompts, timed, config, config.out, dict(facts), eos_ids=eos_ids, decode=decode)

@@ -1,0 +1,67 @@
+"""Two processes: each rolls out prompts of its own, gradients are averaged, and both end with the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+
+def two_processes(tiny_rl: Any, root: Path, **given: Any) -> None:
+    arguments = {"root": str(root), "steps": 4, "strategy": "ddp", "devices": 2, **given}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, tiny_rl.__file__, json.dumps(arguments)], check=False, capture_output=True, text=True,
+        env=environment, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def weights(root: Path) -> dict[str, torch.Tensor]:
+    return torch.load(root / "last.ckpt", weights_only=True)["state_dict"]
+
+
+def given(tiny_rl: Any, tmp_path: Path, dtype: str) -> dict[str, Any]:
+    drafter = tiny_rl.make_drafter(tmp_path / "drafter", dtype)
+    return {"rollout": {"drafter": drafter, "dtype": dtype}, "follow": {"steps": 2}, "token_budget": 60}
+
+
+def same(tiny_rl: Any, a: Path, b: Path) -> None:
+    """7 rollouts, for of the 7 groups of an epoch's prompts the second rank gets three; then its fourth is empty."""
+    assert len(tiny_rl.shard_hashes(a)) == 7
+    assert tiny_rl.shard_hashes(a) == tiny_rl.shard_hashes(b)
+    assert all(torch.equal(w, weights(b)[n]) for n, w in weights(a).items())
+
+
+def test_made_again_in_bf16(tiny_rl: Any, tmp_path: Path) -> None:
+    for name in "ab":
+        two_processes(tiny_rl, tmp_path / name, **given(tiny_rl, tmp_path, "bfloat16"))
+    same(tiny_rl, tmp_path / "a", tmp_path / "b")
+
+
+def test_resumed_in_the_middle(tiny_rl: Any, tmp_path: Path) -> None:
+    options = given(tiny_rl, tmp_path, "float32")
+    two_processes(tiny_rl, tmp_path / "whole", **options)
+    two_processes(tiny_rl, tmp_path / "cut", **options | {"steps": 2})
+    two_processes(tiny_rl, tmp_path / "cut", **options, ckpt=str(tmp_path / "cut" / "last.ckpt"))
+    same(tiny_rl, tmp_path / "whole", tmp_path / "cut")
+
+
+def test_two_ranks_are_one_run_with_twice_the_prompts(tiny_rl: Any, tmp_path: Path) -> None:
+    """The first step of 2 x 3 prompts, against one process that answers the same six."""
+    two_processes(tiny_rl, tmp_path / "two", steps=1, rollout={"limit": 6})
+    one = tiny_rl.run(tmp_path / "one", 1, rollout={"limit": 6}, prompts_per_rollout=6)
+    saved = torch.load(tmp_path / "two" / "last.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+    moments = one.trainer.optimizers[0].state_dict()["state"]  # the first is a tenth of the gradient
+    for number, state in moments.items():
+        ours = saved[number]["exp_avg"]
+        assert float((ours - state["exp_avg"]).norm()) <= 1e-5 * float(ours.norm()), number  # in another order
+        assert float(ours.norm()) > 0

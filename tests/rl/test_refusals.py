@@ -1,0 +1,104 @@
+"""Mistakes in an RL recipe, each one clear error before anything is generated; rewards that fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+
+from dspark.contracts import DsparkError
+from dspark.rl.policy_module import PolicyModule
+from dspark.rollouts.config import RolloutConfig
+from dspark.rollouts.rewards import RewardInput
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def never(sample: RewardInput) -> float:
+    raise ValueError("no verdict")
+
+
+def sometimes(sample: RewardInput) -> float:
+    """Fails on every sample that begins with an odd id."""
+    return float("nan") if sample.response_ids[0] % 2 else float(len(sample.response_ids))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "options", "said"),
+    [
+        ({"reward": ""}, {}, r"rollout.reward: expected module:function"),
+        ({"samples_per_prompt": 1}, {}, r"rollout.samples_per_prompt: expected > 1, a group, but got 1"),
+        ({"temperature": 0.0}, {}, r"rollout.temperature: expected > 0"),
+        ({}, {"follow": {"steps": 1}}, r"follow.steps: expected 0 without a drafter, but got 1"),
+        (
+            {},
+            {"objective": {"kind": "ppo"}},
+            r"objective: expected kind one of grpo, dr_grpo, reinforce, but got 'ppo'",
+        ),
+        ({}, {"objective": {"clip": 1}}, r"ObjectiveOptions: expected keys of"),
+        ({}, {"objective": {"updates_per_rollout": 13}}, r"updates_per_rollout: expected at most 12"),
+        ({}, {"prompts_per_rollout": 0}, r"prompts_per_rollout a whole number >= 1"),
+        ({}, {"optimizer": {"lr": -1.0}}, r"optimizer: expected lr > 0"),
+        ({"drafter": "nowhere"}, {}, r"nowhere: expected a draft model's folder"),
+        ({"prompts": "nowhere.jsonl"}, {}, r"nowhere.jsonl"),
+        ({"skip": 2000, "limit": 0}, {}, r"expected prompts after the first 2000"),
+        ({"reward": "dspark.rl.tasks:nothing"}, {}, r"expected a function nothing"),
+    ],
+)
+def test_settings(tiny_rl: Any, tmp_path: Path, rollout: dict, options: dict, said: str) -> None:
+    with pytest.raises(DsparkError, match=said):
+        tiny_rl.run(tmp_path, 2, rollout=rollout, **options)
+    assert not list(tmp_path.glob("rollouts/0*/trajectories*"))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        ({"max_steps": 3}, r"trainer.max_steps: expected a multiple of objective.updates_per_rollout \(2\), but got 3"),
+        ({"max_steps": -1}, r"trainer.max_steps"),
+        ({"max_steps": 2, "precision": "bf16-mixed"}, r"trainer.precision: expected 32-true"),
+    ],
+)
+def test_trainers(tiny_rl: Any, tmp_path: Path, trainer: dict[str, Any], said: str) -> None:
+    rollout = RolloutConfig(target=str(tiny_rl.TASK / "digits"), reward="dspark.rl.tasks:same_digits",
+                            samples_per_prompt=2)  # fmt: skip
+    module = PolicyModule(rollout, objective={"updates_per_rollout": 2})
+    made = Trainer(default_root_dir=tmp_path, logger=False, accelerator="cpu", enable_progress_bar=False,
+                   enable_model_summary=False, enable_checkpointing=False, **trainer)  # fmt: skip
+    with pytest.raises(DsparkError, match=said):
+        made.fit(module)
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_other_verbs(tiny_rl: Any, tmp_path: Path, verb: str) -> None:
+    rollout = RolloutConfig(target=str(tiny_rl.TASK / "digits"), reward="a:b", samples_per_prompt=2)
+    with pytest.raises(DsparkError, match=rf"{verb}: expected `fit`"):
+        PolicyModule(rollout).setup("validate" if verb == "validate" else verb)
+
+
+def test_a_reward_that_fails_always_stops_the_run_and_keeps_the_samples(tiny_rl: Any, tmp_path: Path) -> None:
+    with pytest.raises(DsparkError, match=r"the function failed on 12 of 12 samples \(.*ValueError: no verdict"):
+        tiny_rl.run(tmp_path, 2, rollout={"reward": f"{__file__}:never"})
+    assert len(tiny_rl.shard_hashes(tmp_path)) == 1
+
+
+def test_a_reward_that_fails_sometimes_counts_nowhere(tiny_rl: Any, tmp_path: Path) -> None:
+    module = tiny_rl.run(tmp_path, 2, rollout={"reward": f"{__file__}:sometimes"}, max_failed_share=0.9)
+    for line in module.history.lines:
+        assert 0 < line["rollout/rewards_missing"] < 1
+        assert line["rollout/reward"] > 0
+    with pytest.raises(DsparkError, match=r"Mend it, or raise max_failed_share"):
+        tiny_rl.run(tmp_path / "b", 2, rollout={"reward": f"{__file__}:sometimes"}, max_failed_share=0.0)
+
+
+def test_a_checkpoint_of_something_else(tiny_rl: Any, tmp_path: Path) -> None:
+    import torch
+
+    tiny_rl.run(tmp_path, 2)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    del saved["dspark_masters"]
+    torch.save(saved, tmp_path / "other.ckpt")
+    with pytest.raises(DsparkError, match=r"expected one of an RL run"):
+        tiny_rl.run(tmp_path, 4, ckpt=str(tmp_path / "other.ckpt"))
