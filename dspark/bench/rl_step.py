@@ -35,6 +35,8 @@ from dspark.runner.verify import SamplingRows
 from dspark.target.decoder import Target
 
 REPEATS = 3
+# Seconds of rollout and update, the largest difference of a log-probability, what was rolled out.
+Ran = tuple[float, float, float, list[Completion]]
 MATCHING, WHOLE, PLAIN, SPECULATIVE = "matching", "whole prompts", "plain", "speculative"
 
 
@@ -61,7 +63,7 @@ def bench_rl(
         sides[SPECULATIVE] = _Side(SPECULATIVE, target, drafter, batch)
     for side in sides.values():  # warm: kernels, arenas, packed weights
         side.run(requests[:2])
-    found: dict[str, list[tuple[float, float, float, list[Completion]]]] = {name: [] for name in sides}
+    found: dict[str, list[Ran]] = {name: [] for name in sides}
     for repeat in range(repeats):
         for name in in_turn(sides, repeat):
             found[name].append(sides[name].run(requests))
@@ -78,7 +80,7 @@ def bench_rl(
     }  # fmt: skip
 
 
-def _check(found: dict[str, list[tuple[float, float, float, list[Completion]]]], repeat: int) -> None:
+def _check(found: dict[str, list[Ran]], repeat: int) -> None:
     first = found[MATCHING][repeat]
     for name in (n for n in (MATCHING, WHOLE, SPECULATIVE) if n in found):
         _, _, differs, done = found[name][repeat]
@@ -101,8 +103,7 @@ class _Side:
             self.drafter.bind(self.policy.target.embed_weight, self.policy.target.head_weight)
         self.engine = Engine(self.policy.target, self.drafter, EngineOptions(max_batch=batch, kv_tokens=1 << 16))
 
-    def run(self, requests: Sequence[Request]) -> tuple[float, float, float, list[Completion]]:
-        """Seconds of rollout and update, the largest difference of a log-probability, what was rolled out."""
+    def run(self, requests: Sequence[Request]) -> Ran:
         began = time.perf_counter()
         done = self.engine.generate(list(requests))
         rolled = time.perf_counter()
