@@ -13,12 +13,12 @@ from tqdm import tqdm
 
 from dspark.bench import depth, replaying, verifying
 from dspark.commands.recipe_options import share, whole_number
-from dspark.commands.running import Loaded, load, load_curve
+from dspark.commands.running import Loaded, drafters_rounds, load, load_curve
 from dspark.contracts import DsparkError, Request, SamplingParams
 from dspark.corpus.prompts import load_prompts
 from dspark.drafter.model import Drafter
 from dspark.noise import derive_seed
-from dspark.rollouts.store import read_rounds, read_trajectories
+from dspark.rollouts.store import read_trajectories
 from dspark.runner.acceptance import Drafted
 from dspark.runner.curve import CapacityCurve
 from dspark.runner.profile import ProfileOptions, measure
@@ -191,7 +191,7 @@ def acceptance(args: argparse.Namespace) -> int:
     sequences = []
     for folder in args.rollouts:
         refuse_chosen(folder)
-        rounds = read_rounds(folder)
+        rounds = drafters_rounds(folder)
         for t in read_trajectories(folder):
             last = len(t.prompt_ids) + len(t.response_ids) - 1
             sequences.append(Drafted(t.domain, rounds.get(t.trajectory_id, []), last))
