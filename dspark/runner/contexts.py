@@ -11,8 +11,18 @@ Left out on purpose: contexts of any length (a suffix automaton), out of which n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 Place = tuple[int, int, Sequence[int]]  # (text's number, i, text): its token i; later texts have larger numbers
+
+
+class Match(NamedTuple):
+    """The last `length` tokens were seen before, `seen` times, and `times` of those `token` came next."""
+
+    length: int
+    token: int
+    times: int
+    seen: int
 
 
 class _Node:
@@ -66,9 +76,9 @@ class Contexts:
                 _uncount(below.after, place)
             node = below
 
-    def find(self, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """(n, token): the last n of `tokens` are the longest context that was seen, and `token` followed it most often,
-        of equals the one that did so last. None where not even the shortest was seen."""
+    def find(self, tokens: Sequence[int]) -> Match | None:
+        """Of the longest context at the end of `tokens` that was seen, the token that came next most often, of equals
+        the one that did so last. None where not even the shortest was seen."""
         node, depth = self._root, 0
         for token in reversed(tokens[-self.longest :]):
             below = node.before.get(token)
@@ -80,15 +90,16 @@ class Contexts:
             node = below
         if depth < self.shortest:
             return None
-        return depth, max(node.after, key=node.after.__getitem__)
+        token = max(node.after, key=node.after.__getitem__)
+        return Match(depth, token, node.after[token][0], node.count)
 
-    def _alone(self, place: Place, tokens: Sequence[int], depth: int) -> tuple[int, int] | None:
+    def _alone(self, place: Place, tokens: Sequence[int], depth: int) -> Match | None:
         """find, from a context of `depth` tokens on that was seen at one place alone."""
         _, i, text = place
         most = min(self.longest, len(tokens), i)
         while depth < most and text[i - depth - 1] == tokens[-depth - 1]:
             depth += 1
-        return (depth, text[i]) if depth >= self.shortest else None
+        return Match(depth, text[i], 1, 1) if depth >= self.shortest else None
 
     def _back(self, place: Place) -> Iterator[tuple[int, int]]:
         """(depth, token) from the token before a place on; nothing where even the shortest context begins before the

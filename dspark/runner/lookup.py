@@ -7,8 +7,9 @@ tree, from ``max_match`` tokens down to ``min_match``; of the two the one that h
 finds none ends the block, so a block may be empty. The idea is that of DAS (arXiv:2511.13841), where the trajectories
 of the last epochs draft for those of this one.
 
-What a slot's draft is worth is learned: for each tree and length of match, how often the target went on as was drafted.
-Every draft is judged by what was written, verified or not, so that no policy can starve an estimate.
+What a slot's draft is worth is learned: for each tree, length of match, and how far what was seen there agrees, how
+often the target went on as was drafted. Every draft is judged by what was written, verified or not, so that no policy
+can starve an estimate.
 
 Plain Python over token ids. Which drafts come of it depends on what else has been running, so it serves the coupled and
 the greedy verifiers alone, under which no draft shows in what comes out.
@@ -23,7 +24,7 @@ from itertools import accumulate
 from operator import mul
 
 from dspark.contracts import DsparkError, MTPPredictInfo
-from dspark.runner.contexts import Contexts
+from dspark.runner.contexts import Contexts, Match
 
 Guess = tuple[Hashable, int]  # what the estimate goes by, and the drafted token
 _MEMORY = 2000  # trials of one kind: from here on the older half of the evidence weighs half, for policies move
@@ -174,7 +175,15 @@ class Trail:
         return self.group.contexts, self.lookup.all
 
     def _next(self, ahead: Sequence[int]) -> Guess | None:
-        """Of the two trees the one whose matches of that length have been right more often; of equals the prompt's."""
-        found = [((tree, match[0]), match[1]) for tree, contexts in enumerate(self._trees)
-                 if (match := contexts.find(ahead))]  # fmt: skip
+        """Of the two trees the one whose matches of that kind have been right more often; of equals the prompt's."""
+        found = [((tree, match.length, _agreement(match)), match.token)
+                 for tree, contexts in enumerate(self._trees) if (match := contexts.find(ahead))]  # fmt: skip
         return max(found, key=lambda guess: self.lookup.rates.of(guess[0]), default=None)
+
+
+def _agreement(match: Match) -> str:
+    if match.seen == 1:
+        return "once"
+    if match.times == match.seen:
+        return "always"
+    return "mostly" if 2 * match.times >= match.seen else "seldom"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from dspark.runner.contexts import Contexts, Place
+from dspark.runner.contexts import Contexts, Match, Place
 
 
-def brute(places: list[Place], tokens: Sequence[int], shortest: int, longest: int) -> tuple[int, int] | None:
+def brute(places: list[Place], tokens: Sequence[int], shortest: int, longest: int) -> Match | None:
     """What Contexts.find says, by looking at every place."""
     for n in range(min(longest, len(tokens)), shortest - 1, -1):
         seen: dict[int, tuple[int, int, int]] = {}  # next token -> how often, where last
@@ -19,7 +19,8 @@ def brute(places: list[Place], tokens: Sequence[int], shortest: int, longest: in
                 times, *last = seen.get(text[i], (0, -1, -1))
                 seen[text[i]] = (times + 1, *max((number, i), tuple(last)))
         if seen:
-            return n, max(seen, key=seen.__getitem__)
+            token = max(seen, key=seen.__getitem__)
+            return Match(n, token, seen[token][0], sum(times for times, *_ in seen.values()))
     return None
 
 
@@ -73,7 +74,7 @@ def test_the_tree_is_brute_force(seed: int) -> None:
             asked = world.question()
             found = world.tree.find(asked)
             assert found == brute(world.places, asked, world.shortest, world.longest)
-            lengths.add(found and found[0])
+            lengths.add(found and found.length)
         while world.texts:
             world.forget_oldest()
         assert world.tree.empty
@@ -87,13 +88,13 @@ def test_frequency_then_recency_by_hand() -> None:
     for number, text in ((1, old), (2, new)):
         for i in range(len(text)):
             tree.add((number, i, text))
-    assert tree.find([7, 1, 2]) == (2, 3)  # twice against once
-    assert tree.find([9, 2]) == (2, 5)
-    assert tree.find([8, 2]) == (1, 3)
+    assert tree.find([7, 1, 2]) == Match(2, 3, 2, 3)  # twice against once
+    assert tree.find([9, 2]) == Match(2, 5, 1, 1)
+    assert tree.find([8, 2]) == Match(1, 3, 2, 4)
     for i in range(len(old)):
         tree.forget((1, i, old))
-    assert tree.find([7, 1, 2]) == (2, 4)
-    assert tree.find([8, 2]) == (1, 5)  # of equals the later
+    assert tree.find([7, 1, 2]) == Match(2, 4, 1, 1)
+    assert tree.find([8, 2]) == Match(1, 5, 1, 2)  # of equals the later
     assert tree.find([1, 3]) is None
     assert tree.find([]) is None
 
