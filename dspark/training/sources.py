@@ -162,7 +162,8 @@ def _rows(
     """The rows of some columns, all of which must be there, and of those in `absent`, which stand for what is not."""
     for shard in shards:
         try:
-            table = pq.read_table(shard, columns=[*columns, *absent])
+            there = pq.read_schema(shard).names
+            table = pq.read_table(shard, columns=[*columns, *(name for name in absent if name in there)])
         except (OSError, ValueError, KeyError) as error:
             raise DsparkError(f"{shard}: expected Parquet with columns {columns}, but got: {error}.") from error
         missing = sorted(set(columns) - set(table.column_names))
