@@ -177,7 +177,8 @@ def test_rollouts_with_a_lookup(world: World, tmp_path: Path, capsys: Capture) -
     assert "rounds were passed over, for a lookup drafted them" in err
     assert sum(row["rounds"] for row in json.loads(out)) > 0
     alone = ["bench", "acceptance", "--rollouts", str(tmp_path / "lookup")]
-    assert "expected rounds with drafts" in refused(capsys, *alone)
+    assert "error: " in (text := told(capsys, cli.USER_ERROR, *alone))
+    assert "expected rounds with drafts" in text
     assert cli.main(["replay", str(tmp_path / "both"), "--rescore", "--quiet"]) == 0
 
 
