@@ -27,7 +27,7 @@ from dspark.contracts import DsparkError, MTPPredictInfo
 from dspark.runner.contexts import Contexts, Match
 
 Guess = tuple[Hashable, int]  # what the estimate goes by, and the drafted token
-_MEMORY = 2000  # trials of one kind: from here on the older half of the evidence weighs half, for policies move
+_MEMORY = 2000  # trials of one kind after which its evidence is halved: policies move
 
 
 def gain(rates: Iterable[float]) -> float:
@@ -108,12 +108,15 @@ class Lookup:
         self._trails.append(trail)
         self.largest = max(self.largest, *prompt)
         if len(self._trails) > self.window:
-            self._trails.popleft().forget()
+            self._forget_oldest()
         return trail
 
-    def drop(self, prompt: tuple[int, ...]) -> None:
-        """Forget a prompt that no trajectory has any more."""
-        del self._groups[prompt]
+    def _forget_oldest(self) -> None:
+        """And its prompt, where no other trajectory has it."""
+        trail = self._trails.popleft()
+        trail.forget()
+        if not trail.group.members:
+            del self._groups[trail.group.prompt]
 
 
 class _Group:
@@ -167,8 +170,6 @@ class Trail:
             for contexts in self._trees:
                 contexts.forget((self.number, i, self.tokens))
         self.group.members -= 1
-        if not self.group.members:
-            self.lookup.drop(self.group.prompt)
 
     @property
     def _trees(self) -> tuple[Contexts, Contexts]:

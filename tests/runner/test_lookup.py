@@ -225,6 +225,15 @@ def test_the_budget_ends_inside_a_run(most: int) -> None:
     assert lookup.remembered == 2
 
 
+def test_who_drafts_is_the_same_in_the_same_run() -> None:
+    """No clock decides: the rounds of equal runs are equal, confidences included."""
+    target = make_target(torch.float32)
+    drafter = make_drafter(target)
+    runs = [run(target, drafter, Lookup(4), groups(), policy="global", curve=CURVE, max_batch=5) for _ in range(2)]
+    assert [c.rounds for c in runs[0]] == [c.rounds for c in runs[1]]
+    assert min(*by("lookup", runs[0]), *by("drafter", runs[0])) > 0
+
+
 def test_a_request_draws_on_its_siblings_in_the_same_batch() -> None:
     """Twins run side by side, the second one round behind (its prompt is copied): the first one's tokens are there."""
     target = make_target(torch.float32)
@@ -295,8 +304,8 @@ def test_old_trajectories_are_forgotten_with_their_prompts() -> None:
     assert trail.forgotten
     assert trail.draft(2).token_ids == ()
     lookup.remember((4,), (5,))
-    for trail in list(lookup._trails):
-        trail.forget()
+    while lookup.remembered:
+        lookup._forget_oldest()
     assert lookup.all.empty
     assert not lookup._groups
 
