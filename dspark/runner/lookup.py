@@ -106,7 +106,7 @@ class Lookup:
         self._followed += 1
         trail = Trail(self, self._groups[prompt], self._followed)
         self._trails.append(trail)
-        self.largest = max(self.largest, *prompt)
+        self.largest = max((self.largest, *prompt))
         if len(self._trails) > self.window:
             self._forget_oldest()
         return trail
@@ -148,7 +148,7 @@ class Trail:
         self.tokens += tokens
         if self.forgotten:  # outlived by a whole window of others
             return
-        self.lookup.largest = max(self.lookup.largest, *tokens, -1)
+        self.lookup.largest = max((self.lookup.largest, *tokens))
         for i in range(start, len(self.tokens)):
             for contexts in self._trees:
                 contexts.add((self.number, i, self.tokens))

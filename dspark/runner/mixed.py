@@ -23,6 +23,8 @@ from dspark.runner.schedule import draft_limit
 from dspark.runner.sequence import Sequence
 from dspark.runner.verify import SamplingRows
 
+_TRIED_EVERY = 16  # positions
+
 
 class MixedStage:
     """A lookup beside a draft model at work inside the runner, or alone (model None). curve: where there is one, it
@@ -73,10 +75,11 @@ class MixedStage:
 
     def _pays(self, sequence: Sequence, block: MTPPredictInfo, share: float) -> bool:
         """Whether the model can be expected to add more tokens per second than what was looked up: the same pass, and a
-        share of it more. One position in 16 is tried whatever is expected, so that a bad start is not for good."""
+        share of it more. Now and then it is tried whatever is expected, so that a bad start is not for good."""
         limit = draft_limit(self.model.width, sequence.remaining) if self.model else 0
         hoped = gain(self._slot_rates(limit))
-        return limit > 0 and (sequence.anchor % 16 == 0 or 1.0 + hoped > (1.0 + _gain_of(block)) * (1.0 + share))
+        worth = 1.0 + hoped > (1.0 + _gain_of(block)) * (1.0 + share)
+        return limit > 0 and (worth or sequence.anchor % _TRIED_EVERY == 0)
 
     def _cost(self, requests: int) -> float:
         """Of drafting with the model for all, as a share of a pass without drafts."""

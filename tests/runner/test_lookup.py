@@ -287,6 +287,16 @@ def test_an_engine_remembers_what_it_finished() -> None:
     assert_same(run(target, None, lookup, requests), done)
 
 
+def test_texts_of_no_tokens_are_nothing_to_go_by() -> None:
+    lookup = remembering((), (), (1, 2, 1, 2, 1))
+    assert (lookup.remembered, lookup.largest) == (2, 2)
+    trail = lookup.follow(())
+    assert trail.draft(3).token_ids == ()
+    trail.write((1, 2))
+    assert trail.draft(3).token_ids == (1, 2, 1)
+    assert trail.draft(0).token_ids == ()
+
+
 def test_old_trajectories_are_forgotten_with_their_prompts() -> None:
     lookup = Lookup(4, window=3, min_match=2)
     for i in range(8):
