@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 FinishReason = Literal["stop", "length"]
 VerifierName = Literal["greedy", "rejection", "coupled"]
+DraftedBy = Literal["drafter", "lookup"]  # the draft model, or what was written before (runner/lookup.py)
 
 
 class DsparkError(Exception):
@@ -79,15 +80,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class MTPPredictInfo:
-    """What the draft model hands the scheduler for one request.
+    """What the draft model, or a lookup, hands the scheduler for one request.
 
     token_ids: the drafted tokens, slot order, length <= K. confidence_rates: *conditional* probability per slot
     that the verifier accepts it given that it accepted all before (calibrated when a calibration is loaded), same
-    length; None when the draft model has no confidence head.
+    length; None when the draft model has no confidence head. source: who drafted.
     """
 
     token_ids: tuple[int, ...]
     confidence_rates: tuple[float, ...] | None
+    source: DraftedBy = "drafter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ class Round:
 
     anchor: absolute position of the anchor (the last token known before the round). drafted: token ids proposed.
     verified: how many of them went through the target (a prefix). accepted: how many of those were accepted.
-    confidences: conditional acceptance probabilities per drafted slot (empty without a confidence head).
+    confidences: conditional acceptance probabilities per drafted slot (empty without a confidence head). source: who
+    drafted; what a lookup did says nothing about the draft model.
     The round is *untruncated* when verified == len(drafted): only then are its labels uncensored.
     """
 
@@ -105,6 +108,7 @@ class Round:
     verified: int
     accepted: int
     confidences: tuple[float, ...] = ()
+    source: DraftedBy = "drafter"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""A batch of requests through the real runner, with the time of every round. Warm: one request goes before."""
+"""A batch of requests through the real runner, with the time of every round; and what repeats of one add up to."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from dspark.contracts import Completion, Request
 from dspark.runner.engine import Engine, Run
 from dspark.runner.sequence import Sequence as Running
+from dspark.scorecard.measure import bits
 
 Name = TypeVar("Name")
 
@@ -41,8 +43,14 @@ class Timed:
 
 
 def timed(engine: Engine, requests: Sequence[Request]) -> Timed:
-    """Finish all requests. Raises DsparkError for requests that the runner cannot finish."""
+    """Finish all requests, warm: the first of them goes before. Raises DsparkError for requests that the runner cannot
+    finish."""
     engine.generate(list(requests[:1]))
+    return clocked(engine, requests)
+
+
+def clocked(engine: Engine, requests: Sequence[Request]) -> Timed:
+    """As timed, of an engine that must not have seen a request before."""
     run, done = engine.begin(list(requests)), dict[int, Completion]()
     seconds = user_seconds = 0.0
     with torch.inference_mode():
@@ -57,6 +65,21 @@ def timed(engine: Engine, requests: Sequence[Request]) -> Timed:
 def room(requests: Sequence[Request]) -> int:
     """kv_tokens for all of them: whoever has a place in the batch has rows."""
     return sum(len(r.prompt_ids) + r.params.max_tokens for r in requests)
+
+
+def median_rate(runs: Sequence[Timed]) -> float:
+    """Tokens per second."""
+    return statistics.median(run.rate for run in runs)
+
+
+def median_ratio(runs: Sequence[Timed], plain: Sequence[Timed]) -> float:
+    """Of the speed to plain decoding's in the same repeat."""
+    return statistics.median(run.rate / other.rate for run, other in zip(runs, plain, strict=True))
+
+
+def differing(runs: Sequence[Timed], wanted: Sequence[Completion]) -> int:
+    """Sequences that are not the wanted ones in some run."""
+    return sum(any(bits(run.completions[i]) != bits(one) for run in runs) for i, one in enumerate(wanted))
 
 
 def in_turn(names: Iterable[Name], repeat: int) -> list[Name]:

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, cast
 
 from dspark.bench.simulation import NONE, Job, Outcome, Pools, Way, simulate
-from dspark.bench.timed import Timed, in_turn, room, timed
+from dspark.bench.timed import Timed, in_turn, median_rate, room, timed
 from dspark.contracts import DsparkError, Request
 from dspark.drafter.model import Drafter
 from dspark.rollouts.trajectory import Trajectory
@@ -87,7 +87,7 @@ def _check_output(run: Timed, first: Timed, title: str, users: int) -> None:
 
 
 def _compared(way: Way, users: int, runs: Sequence[Timed], expected: Outcome) -> dict[str, Any]:
-    measured = statistics.median(run.rate for run in runs)
+    measured = median_rate(runs)
     return {
         "way": way.title, "users": users, "measured": measured, "simulated": expected.rate,
         "measured_per_user": statistics.median(run.user_rate for run in runs),

@@ -9,18 +9,16 @@ samples proves; tests/runner/test_exact_laws.py enumerates it.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from dspark.bench.timed import Timed, in_turn, room, timed
+from dspark.bench.timed import Timed, differing, in_turn, median_rate, median_ratio, room, timed
 from dspark.contracts import Completion, Request, VerifierName
 from dspark.drafter.model import Drafter
 from dspark.runner import Engine, EngineOptions
 from dspark.runner.acceptance import Drafted, acceptance
 from dspark.runner.curve import CapacityCurve
 from dspark.runner.schedule import POLICIES, Policy
-from dspark.scorecard.measure import bits
 from dspark.target.decoder import Target
 
 SAMPLING = ((0.0, 1.0), (0.2, 0.9), (1.0, 1.0))  # temperature, top-p
@@ -152,10 +150,10 @@ def row_of(
         *way,
         tau=counted.tau,
         verified=sum(r.verified for r in rounds) / max(len(rounds), 1),
-        rate=statistics.median(run.rate for run in runs),
-        ratio=statistics.median(run.rate / other.rate for run, other in zip(runs, plain, strict=True)),
-        same=len(first) - _differing(runs, plain[0].completions),
-        unsteady=_differing(runs, first),
+        rate=median_rate(runs),
+        ratio=median_ratio(runs, plain),
+        same=len(first) - differing(runs, plain[0].completions),
+        unsteady=differing(runs, first),
         sequences=len(first),
         drafted=sum(len(r.drafted) for r in rounds),
         accepted=sum(r.accepted for r in rounds),
@@ -165,11 +163,6 @@ def row_of(
 
 def _drafted(request: Request, done: Completion) -> Drafted:
     return Drafted("", done.rounds, len(request.prompt_ids) + len(done.token_ids) - 1)
-
-
-def _differing(runs: Sequence[Timed], wanted: Sequence[Completion]) -> int:
-    """Sequences that are not the wanted ones in some run."""
-    return sum(any(bits(run.completions[i]) != bits(one) for run in runs) for i, one in enumerate(wanted))
 
 
 def as_lines(rows: Sequence[Verified]) -> list[str]:

@@ -12,9 +12,11 @@ AdamW), the losses fused and in plain torch in turn, and says what memory the pr
 metrics feeds ten million events to the streamed calibration metrics, on one thread, and times a fit of each method.
 
 verify runs a draft model under every verifier, policy and temperature and plain decoding in turn, and says whether the
-output is the same; it exits with 1 where it had to be and is not. acceptance counts recorded rounds by slot and context
-depth. replay says what a cut prefill of a decoder-decoder target costs in truth, over a greedy answer's tokens, and
-saves in time; short prompts are joined until they are longer than the longest suffix that is tried.
+output is the same; it exits with 1 where it had to be and is not. lookup runs plain decoding, a lookup in what was
+written before and, with --drafter, a draft model and both, over two epochs of several samples per prompt, with the same
+check. acceptance counts recorded rounds by slot and context depth. replay says what a cut prefill of a decoder-decoder
+target costs in truth, over a greedy answer's tokens, and saves in time; short prompts are joined until they are longer
+than the longest suffix that is tried.
 Run all with nothing else running.
 """
 
@@ -30,7 +32,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-from dspark.bench import judging, replaying, step, verifying
+from dspark.bench import judging, looking_up, replaying, step, verifying
 from dspark.bench.invariance import Counted, discriminating, sweep
 from dspark.bench.tax import REPEATS, ROWS, Tax, tax
 from dspark.commands import bench_runner
@@ -47,6 +49,7 @@ examples:
   dspark bench invariance
   dspark bench tax --dtype bfloat16 --rows 1 32 --json
   dspark bench verify --drafter runs/demo/bundle
+  dspark bench lookup --batch 1 --limit 4
   dspark bench acceptance --rollouts runs/demo/events/test
   dspark bench replay --target runs/yoco/target --dtype float32
   dspark bench step --shape vocabulary=32000 anchors=32 --losses l1=0 coupled=0.9
@@ -55,15 +58,15 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dspark bench`."""
-    parser.add_argument("what", choices=tuple(_BENCHES), help="what to measure")
+    parser.add_argument("what", choices=tuple(_BENCHES), metavar="what", help="one of " + ", ".join(_BENCHES))
     parser.add_argument("--target", default=EMBEDDED, help="the model, or whose shapes: a folder, hub id or .gguf file")
-    parser.add_argument("--dtype", choices=DTYPES, help="one dtype (default: both; verify and replay: bfloat16)")
+    parser.add_argument("--dtype", choices=DTYPES, help="one dtype (default: both; verify, lookup, replay: bfloat16)")
     parser.add_argument("--rows", type=whole_number(1), nargs="+", help="rows of a pass, for tax (default: 1 8 32 128)")
     parser.add_argument(
         "--repeats",
         type=whole_number(1),
         help=f"interleaved repeats, for tax (default: {REPEATS}), step ({step.REPEATS}), verify "
-        f"({verifying.REPEATS}) and replay ({replaying.REPEATS})",
+        f"({verifying.REPEATS}), lookup ({looking_up.REPEATS}) and replay ({replaying.REPEATS})",
     )
     parser.add_argument(
         "--shape",
@@ -93,8 +96,8 @@ def _measure(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Refuses an option that would be ignored."""
-    belongs = {"rows": ("tax",), "repeats": ("tax", "step", "verify", "replay"), "shape": ("step",),
-               "losses": ("step",), "dtype": ("tax", "invariance", "verify", "replay"),
+    belongs = {"rows": ("tax",), "repeats": ("tax", "step", "verify", "lookup", "replay"), "shape": ("step",),
+               "losses": ("step",), "dtype": ("tax", "invariance", "verify", "lookup", "replay"),
                **bench_runner.BELONGS}  # fmt: skip
     given = [name for name in belongs if getattr(args, name) not in (None, [])]
     foreign = [f"--{name}" for name in given if args.what not in belongs[name]]
@@ -238,5 +241,5 @@ def _tax_text(found: dict[str, list[Tax]]) -> str:
 
 _BENCHES: dict[str, Callable[[argparse.Namespace], int]] = {
     "invariance": _invariance, "tax": _tax, "step": _step, "metrics": _metrics, "verify": bench_runner.verify,
-    "acceptance": bench_runner.acceptance, "replay": bench_runner.replay,
+    "lookup": bench_runner.lookup, "acceptance": bench_runner.acceptance, "replay": bench_runner.replay,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`dspark bench verify`, `acceptance` and `replay`: the parts of `dspark bench` that run prompts or read rollouts."""
+"""The parts of `dspark bench` that run prompts or read rollouts: verify, lookup, acceptance and replay."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from dspark.bench import depth, replaying, verifying
+from dspark.bench import depth, looking_up, replaying, verifying
+from dspark.bench.timed import room
 from dspark.commands.recipe_options import share, whole_number
-from dspark.commands.running import Loaded, load, load_curve
+from dspark.commands.running import Loaded, drafters_rounds, load, load_curve
 from dspark.contracts import DsparkError, Request, SamplingParams
 from dspark.corpus.prompts import load_prompts
 from dspark.drafter.model import Drafter
 from dspark.noise import derive_seed
-from dspark.rollouts.store import read_rounds, read_trajectories
+from dspark.rollouts.store import read_trajectories
+from dspark.runner import EngineOptions
 from dspark.runner.acceptance import Drafted
 from dspark.runner.curve import CapacityCurve
 from dspark.runner.profile import ProfileOptions, measure
@@ -30,12 +32,13 @@ from dspark.training.sources import refuse_chosen
 
 # Which of the measurements an option is for.
 BELONGS = {
-    "prompts": ("verify", "replay"), "limit": ("verify", "replay"), "max_tokens": ("verify", "replay"),
-    "drafter": ("verify",), "batch": ("verify",), "curve": ("verify",), "threshold": ("verify",),
+    "prompts": ("verify", "lookup", "replay"), "limit": ("verify", "lookup", "replay"),
+    "max_tokens": ("verify", "lookup", "replay"), "drafter": ("verify", "lookup"), "batch": ("verify", "lookup"),
+    "curve": ("verify", "lookup"), "threshold": ("verify",), "samples": ("lookup",), "width": ("lookup",),
     "keep": ("replay",), "rollouts": ("acceptance",),
 }  # fmt: skip
 PROMPTS = "data/prompts/test.jsonl"
-T = TypeVar("T", bound="VerifyOptions | ReplayOptions")
+T = TypeVar("T", bound="VerifyOptions | LookupOptions | ReplayOptions")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,19 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True)
+class LookupOptions:
+    """What `dspark bench lookup` is run on. samples: of each prompt and epoch; width: most drafts looked up."""
+
+    prompts: str = PROMPTS
+    limit: int = 8
+    samples: int = 4
+    max_tokens: int = 48
+    batch: int = 8
+    width: int = 5
+    repeats: int = looking_up.REPEATS
+
+
+@dataclass(frozen=True)
 class ReplayOptions:
     """What `dspark bench replay` is run on."""
 
@@ -62,16 +78,21 @@ class ReplayOptions:
 
 def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of verify, acceptance and replay; None where not given, so that one that would be ignored is refused."""
-    of, cut, many = VerifyOptions(), ReplayOptions(), whole_number(1)
-    parser.add_argument("--drafter", help="for verify: an exported draft model")
-    parser.add_argument("--prompts", help=f"for verify and replay: a prompt file (default: {PROMPTS})")
-    parser.add_argument("--limit", type=many, help=f"for verify and replay: so many prompts (default: {of.limit})")
+    of, up, cut, many = VerifyOptions(), LookupOptions(), ReplayOptions(), whole_number(1)
+    parser.add_argument("--drafter", help="for verify, and if you like for lookup: an exported draft model")
+    parser.add_argument("--prompts", help=f"for verify, lookup and replay: a prompt file (default: {PROMPTS})")
+    parser.add_argument("--limit", type=many, help=f"for those: so many prompts (default: {of.limit})")
+    parser.add_argument("--samples", type=many, help=f"for lookup: of each prompt and epoch (default: {up.samples})")
     parser.add_argument(
-        "--max_tokens", type=many, help=f"of an answer, for verify (default: {of.max_tokens}) and replay "
+        "--max_tokens", type=many, help=f"of an answer, for verify, lookup (default: {of.max_tokens}) and replay "
         f"({cut.max_tokens})"
     )  # fmt: skip
-    parser.add_argument("--batch", type=many, help=f"for verify: requests at once (default: {of.batch})")
-    parser.add_argument("--curve", help="for verify: what `dspark profile` wrote (default: measured first)")
+    parser.add_argument("--batch", type=many, help=f"for verify and lookup: requests at once (default: {of.batch})")
+    parser.add_argument("--width", type=many, help=f"for lookup: most drafts looked up (default: {up.width})")
+    parser.add_argument(
+        "--curve", help="what `dspark profile` wrote, for verify (default: measured first) and lookup (default: none, "
+        "and every draft is verified)"
+    )  # fmt: skip
     parser.add_argument("--threshold", type=share, help=f"for verify: of that policy (default: {of.threshold})")
     parser.add_argument(
         "--keep", type=many, nargs="+", help="for replay: suffixes to try (default: from the least on, by doubling, "
@@ -105,7 +126,7 @@ def verify(args: argparse.Namespace) -> int:
 def _verify(
     loaded: Loaded, drafter: Drafter, options: VerifyOptions, args: argparse.Namespace
 ) -> list[verifying.Verified]:
-    requests = _requests(loaded, options)
+    requests = _requests("verify", loaded, options)
     with tqdm(desc="verify", unit="run", disable=args.quiet, file=sys.stderr, leave=False) as bar:
         curve = load_curve(args.curve or "", loaded) or _curve(loaded.target, drafter, options.batch)
         if told := Scheduler("global", 0, 0.0, curve).told:
@@ -114,16 +135,42 @@ def _verify(
         return verifying.bench_verify(loaded.target, drafter, requests, setting, lambda: bar.update())
 
 
-def _requests(loaded: Loaded, options: VerifyOptions) -> list[Request]:
+def _requests(
+    what: str, loaded: Loaded, options: VerifyOptions | LookupOptions, samples: int = 1, epoch: int = 0
+) -> list[Request]:
     prompts = load_prompts(options.prompts, loaded.tokenizer).prompts[: options.limit]
-    _check_context("verify", [p.prompt_ids for p in prompts], options.max_tokens, loaded.target)
+    _check_context(what, [p.prompt_ids for p in prompts], options.max_tokens, loaded.target)
     params = SamplingParams(max_tokens=options.max_tokens, stop_ids=loaded.target.eos_ids)
-    return [Request(p.prompt_ids, params.with_seed(derive_seed(0, p.prompt_id, 0))) for p in prompts]
+    return [Request(p.prompt_ids, params.with_seed(derive_seed(epoch, p.prompt_id, sample)))
+            for p in prompts for sample in range(samples)]  # fmt: skip
 
 
 def _curve(target: Target, drafter: Drafter, batch: int) -> CapacityCurve:
     sizes = sorted({1, max(1, batch // 2), batch})
     return measure(target, drafter, ProfileOptions(tuple(sizes), repeats=5))
+
+
+def lookup(args: argparse.Namespace) -> int:
+    """Measure and print; 0, or 1 when an output is not plain decoding's, or nothing was tested."""
+    options = _options(LookupOptions, args)
+    if args.curve:
+        CapacityCurve.load(args.curve)  # a mistake is said before anything is loaded
+    loaded = load(args.target, args.dtype or "bfloat16", args.drafter or "")
+    rows = _lookup(loaded, options, args)
+    print(json.dumps([asdict(row) for row in rows]) if args.json else "\n".join(looking_up.as_lines(rows)))
+    return 1 if any(row.wrong for row in rows) or not any(row.verdict == "yes" for row in rows) else 0
+
+
+def _lookup(loaded: Loaded, options: LookupOptions, args: argparse.Namespace) -> list[looking_up.LookedUp]:
+    epochs = [_requests("lookup", loaded, options, options.samples, epoch) for epoch in range(looking_up.EPOCHS)]
+    curve = load_curve(args.curve or "", loaded)
+    engine = EngineOptions(
+        max_batch=options.batch, kv_tokens=room(epochs[0]), policy="global" if curve else "fixed", curve=curve
+    )
+    setting = looking_up.Setting(engine, options.width, options.repeats)
+    with tqdm(desc="lookup", unit="run", disable=args.quiet, file=sys.stderr, leave=False) as bar:
+        drafter = loaded.bundle.drafter if loaded.bundle else None
+        return looking_up.bench_lookup(loaded.target, drafter, epochs, setting, lambda: bar.update())
 
 
 def replay(args: argparse.Namespace) -> int:
@@ -191,7 +238,7 @@ def acceptance(args: argparse.Namespace) -> int:
     sequences = []
     for folder in args.rollouts:
         refuse_chosen(folder)
-        rounds = read_rounds(folder)
+        rounds = drafters_rounds(folder)
         for t in read_trajectories(folder):
             last = len(t.prompt_ids) + len(t.response_ids) - 1
             sequences.append(Drafted(t.domain, rounds.get(t.trajectory_id, []), last))

@@ -17,7 +17,8 @@ from dspark.calibration.record import Calibration
 from dspark.calibration.report import Report, build_report, format_table, load_report
 from dspark.commands.calibrate import add_event_arguments
 from dspark.commands.events import gather_events
-from dspark.rollouts.store import read_rounds, read_trajectories
+from dspark.commands.running import drafters_rounds
+from dspark.rollouts.store import read_trajectories
 from dspark.runner.acceptance import Acceptance, Drafted, by_domain
 from dspark.training.sources import refuse_chosen, sampled_as
 
@@ -87,7 +88,7 @@ def rollout_acceptance(folders: list[str]) -> dict[str, Acceptance]:
     sequences: list[Drafted] = []
     for folder in folders:
         refuse_chosen(folder)
-        recorded = read_rounds(folder)
+        recorded = drafters_rounds(folder)
         for t in read_trajectories(folder):
             last = len(t.prompt_ids) + len(t.response_ids) - 1
             sequences.append(Drafted(t.domain, recorded.get(t.trajectory_id, []), last))

@@ -31,6 +31,7 @@ from dspark.rollouts.collect import collect
 from dspark.rollouts.config import RolloutConfig
 from dspark.rollouts.manifest import MANIFEST_NAME
 from dspark.runner import Engine
+from dspark.runner.lookup import Lookup
 from dspark.runner.schedule import NEEDS_CURVE
 
 EXAMPLES = """
@@ -39,9 +40,11 @@ examples:
   dspark rollout recipes/rollout.yaml --samples_per_prompt 8 --out runs/group8
   dspark rollout recipes/rollout.yaml --commit-to-cap --gamma 3 --out runs/events
   dspark rollout recipes/rollout.yaml --policy global --curve runs/demo/curve.json
+  dspark rollout recipes/rollout.yaml --drafter "" --lookup 5 --out runs/lookup
 
 recipes/rollout.yaml says what each field means and may be; docs/scheduling.md,
-how lengths are chosen (policy, threshold, curve) and prompts cut (truncation).
+how lengths are chosen (policy, threshold, curve), what drafts without a draft
+model (lookup) and how prompts are cut (truncation).
 """
 
 
@@ -76,7 +79,8 @@ def roll(
         config, gamma=_settled_gamma(config, loaded), policy=policy, truncation=truncation, keep_tokens=keep
     )
     curve = load_curve(config.curve, loaded)
-    engine = loaded.engine(config.verifier, config.gamma, config.batch_size, curve=curve, **_schedule(config))
+    lookup = Lookup(config.lookup) if config.lookup else None
+    engine = loaded.engine(config.verifier, config.gamma, config.batch_size, lookup, curve=curve, **_schedule(config))
     if note := engine.scheduler().told:
         print(f"note: {note}", file=sys.stderr)
     # What an earlier run set aside stays until this one is known to continue it.
@@ -111,14 +115,15 @@ def _schedule(config: RolloutConfig) -> dict[str, Any]:
 
 def _settled_policy(config: RolloutConfig, loaded: Loaded) -> str:
     """Raises DsparkError for a policy, or a curve, that nothing would read."""
-    if loaded.bundle is None:
+    if loaded.bundle is None and not config.lookup:
         for name in ("policy", "curve", "commit_to_cap"):
             if value := getattr(config, name):
                 raise DsparkError(
                     f"{name}: expected a draft model with it, but got {name} {value} and none. Give --drafter."
                 )
         return ""
-    policy = resolve_policy(config.policy, config.verifier)
+    # DEEPINFER_ENABLE_MTP_VARLEN is a draft model's (load() says so where there is none).
+    policy = resolve_policy(config.policy, config.verifier) if loaded.bundle else config.policy or "fixed"
     if config.curve and policy not in NEEDS_CURVE:
         raise DsparkError(
             f"curve: expected policy {', '.join(NEEDS_CURVE)} with it, but got {policy}. Give --policy global."

@@ -14,12 +14,14 @@ import torch
 from tqdm import tqdm
 
 from dspark import ops
-from dspark.contracts import DsparkError, VerifierName
+from dspark.contracts import DsparkError, Round, VerifierName
 from dspark.export.bundle import Bundle, check_gamma, check_target, load_bundle
 from dspark.rollouts.facts import calibration_hash, tokenizer_hash
 from dspark.rollouts.manifest import run_facts
+from dspark.rollouts.store import read_rounds
 from dspark.runner import Engine, EngineOptions
 from dspark.runner.curve import CapacityCurve
+from dspark.runner.lookup import Lookup
 from dspark.runner.schedule import Policy
 from dspark.settings import Settings, TruncationMode
 from dspark.slot_maps import of_temperatures
@@ -44,10 +46,12 @@ class Loaded:
     def tokenizer_hash(self) -> str:
         return tokenizer_hash(self.tokenizer)
 
-    def engine(self, verifier: str, gamma: int | None, max_batch: int = 32, **more: Any) -> Engine:
+    def engine(
+        self, verifier: str, gamma: int | None, max_batch: int = 32, lookup: Lookup | None = None, **more: Any
+    ) -> Engine:
         """A runner over these models. gamma: most drafts verified per round (None: DEEPINFER_USE_NEXTN_DECODE when it
-        is set, else the trained block). more: of EngineOptions. Raises DsparkError when gamma exceeds the trained
-        block."""
+        is set, else the trained block). lookup: a second drafter. more: of EngineOptions. Raises DsparkError when gamma
+        exceeds the trained block."""
         settings = Settings.from_env()
         gamma = resolve_gamma(gamma, self.bundle) if self.bundle else None
         if "max_backtracking_tokens" in settings.origins:
@@ -56,7 +60,7 @@ class Loaded:
             more.get("truncation", ""), more.get("keep_tokens", 0)
         )
         options = EngineOptions(cast(VerifierName, verifier), max_batch=max_batch, verify_tokens=gamma, **more)
-        return Engine(self.target, self.bundle.drafter if self.bundle else None, options)
+        return Engine(self.target, self.bundle.drafter if self.bundle else None, options, lookup)
 
     def facts(self, verifier: str) -> dict[str, Any]:
         """What a rollout manifest records of these models and this machine."""
@@ -149,6 +153,16 @@ def load_curve(path: str, loaded: Loaded) -> CapacityCurve | None:
         told = f"note: {path} was measured with another {' and '.join(other)}"
         print(f"{told}: lengths may be chosen badly. Measure it again: dspark profile.", file=sys.stderr)
     return curve
+
+
+def drafters_rounds(folder: str) -> dict[str, list[Round]]:
+    """The rounds of a rollout folder that its draft model drafted, by trajectory; those that a lookup did are counted
+    on stderr, for they say nothing about it. Raises DsparkError when the files are damaged or not there."""
+    recorded = read_rounds(folder)
+    own = {name: [r for r in rounds if r.source == "drafter"] for name, rounds in recorded.items()}
+    if others := sum(len(rounds) - len(own[name]) for name, rounds in recorded.items()):
+        print(f"note: {folder}: {others} rounds were passed over, for a lookup drafted them.", file=sys.stderr)
+    return own
 
 
 def _apply_temperature_switch(bundle: Bundle) -> None:

@@ -20,11 +20,11 @@ from dspark.bench.simulated import as_lines, pictures, predict, ways
 from dspark.bench.simulation import Job, Pools, Way, pools_of
 from dspark.calibration.figures import png
 from dspark.commands.recipe_options import share, whole_number
-from dspark.commands.running import Loaded, load, load_curve, progress
+from dspark.commands.running import Loaded, drafters_rounds, load, load_curve, progress
 from dspark.contracts import DsparkError, Round
 from dspark.files import atomic_write, check_place
 from dspark.rollouts.manifest import read_manifest
-from dspark.rollouts.store import read_rounds, read_trajectories
+from dspark.rollouts.store import read_trajectories
 from dspark.rollouts.trajectory import Trajectory
 from dspark.runner.curve import CapacityCurve
 from dspark.runner.schedule import Scheduler
@@ -133,7 +133,7 @@ def _recorded(folders: list[str]) -> tuple[list[Trajectory], dict[str, list[Roun
     trajectories: list[Trajectory] = []
     rounds: dict[str, list[Round]] = {}
     for folder in folders:
-        recorded = read_rounds(folder)
+        recorded = drafters_rounds(folder)
         for t in read_trajectories(folder):
             trajectories.append(t)
             rounds.setdefault(t.domain, []).extend(recorded.get(t.trajectory_id, []))

@@ -26,6 +26,8 @@ class RolloutConfig:
     fixed); threshold: of the policy of that name; curve: the capacity curve the others weigh against (a file, ""=none).
     truncation, keep_tokens: bounded replay of prompts, off, compact or mask ("" = as the
     DEEPINFER_YOCO_PREFILL_* switches say, else off): an approximation, and a part of what is sampled.
+    lookup: most drafts a round that are looked up in what was written before (runner/lookup.py), with a draft model or
+    without one; 0 = none. It looks at other requests: not with the rejection verifier, nor beside commit_to_cap.
     commit_to_cap: verify the whole block but commit what the policy would have verified, for uncensored labels.
     batch_size: sequences in flight. shard_size: trajectories per file. reward: "module:function",
     "path/to/file.py:function" or "" (see rewards.py). out: the folder to write.
@@ -53,6 +55,7 @@ class RolloutConfig:
     curve: str = ""
     truncation: str = ""
     keep_tokens: int = 0
+    lookup: int = 0
     commit_to_cap: bool = False
     batch_size: int = 32
     shard_size: int = 256
@@ -94,6 +97,18 @@ class RolloutConfig:
                 bool(self.keep_tokens) == (self.truncation in TRUNCATIONS[1:]),
                 "compact or mask with keep_tokens > 0 (at least the consumers' window and the backtracking), neither "
                 f"without the other (keep_tokens is {self.keep_tokens})",
+            ),
+            ("lookup", self.lookup >= 0, ">= 0 (0 = none)"),
+            (
+                "lookup",
+                not self.lookup or self.verifier != "rejection",
+                "0 with the rejection verifier: its drafts come from other requests, so a trajectory would depend on "
+                "them",
+            ),
+            (
+                "lookup",
+                not self.lookup or not self.commit_to_cap,
+                "0 with commit_to_cap, which collects the rounds of a draft model: it would take some of them away",
             ),
             ("run_seed", 0 <= self.run_seed < 2**63, "in [0, 2**63)"),
         )

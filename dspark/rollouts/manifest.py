@@ -47,7 +47,7 @@ _FREE = frozenset(
 # What a manifest of an earlier release, which lacks them, stands for.
 _ABSENT = {
     "run.config.policy": ("", "fixed"), "run.config.threshold": (0.0,), "run.config.truncation": ("", "off"),
-    "run.config.keep_tokens": (0,), "run.curve": (None,),
+    "run.config.keep_tokens": (0,), "run.curve": (None,), "run.config.lookup": (0,),
 }  # fmt: skip
 
 

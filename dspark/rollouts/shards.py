@@ -52,8 +52,10 @@ ROUNDS_SCHEMA = pa.schema(
         _must("verified", pa.int32()),
         _must("accepted", pa.int32()),
         _must("confidences", _FLOATS),
+        _must("source", pa.string()),
     ]
 )
+_LATE = {"source": "drafter"}  # columns that earlier releases did not write, and what they would have said
 _ROUND_COLUMNS = tuple(f.name for f in fields(Round))
 
 
@@ -87,7 +89,7 @@ def decode_trajectories(data: bytes, where: str) -> list[Trajectory]:
 def decode_rounds(data: bytes, where: str) -> dict[str, list[Round]]:
     """Rounds by trajectory id, in order. A trajectory that needed no round is absent."""
     found: dict[str, list[Round]] = {}
-    for row in _decode(data, ROUNDS_SCHEMA, where):
+    for row in _decode(data, ROUNDS_SCHEMA, where, _LATE):
         rounds = found.setdefault(row.pop("trajectory_id"), [])
         if row.pop("round") != len(rounds):
             raise DsparkError(f"{where}: expected the rounds of a trajectory in order, but one is missing or twice.")
@@ -115,11 +117,15 @@ def _encode(columns: dict[str, list[Any]], schema: pa.Schema) -> bytes:
     return sink.getvalue()
 
 
-def _decode(data: bytes, schema: pa.Schema, where: str) -> list[dict[str, Any]]:
+def _decode(data: bytes, schema: pa.Schema, where: str, late: dict[str, str] | None = None) -> list[dict[str, Any]]:
+    """The rows; a column of `late` (the last ones of the schema) may be absent as a whole, and has its value then."""
     try:
         table = pq.read_table(pa.BufferReader(data), use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise DsparkError(f"{where}: expected a Parquet shard, but it cannot be read ({error}).") from error
+    for name, value in (late or {}).items():
+        if name not in table.schema.names:
+            table = table.append_column(schema.field(name), pa.array([value] * table.num_rows, pa.string()))
     if table.schema.names != schema.names:
         raise DsparkError(f"{where}: expected the columns {schema.names}, but got {table.schema.names}.")
     for expected, got in zip(schema, table.schema, strict=True):

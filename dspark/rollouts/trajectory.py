@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from dspark.contracts import Completion, DsparkError, Request, Round, SamplingParams
+from dspark.contracts import Completion, DraftedBy, DsparkError, Request, Round, SamplingParams
 from dspark.files import canonical_json
 
 FINISH_REASONS = ("stop", "length")
+DRAFTED_BY = get_args(DraftedBy)
 _INT32_MAX = 2**31 - 1
 
 
@@ -77,7 +78,8 @@ def check_trajectory(trajectory: Trajectory, where: str = "") -> None:
 
 
 def check_rounds(rounds: Sequence[Round], where: str) -> None:
-    """Raises DsparkError when a round's counts contradict each other or a confidence is no probability."""
+    """Raises DsparkError when a round's counts contradict each other, a confidence is no probability or its source
+    is unknown."""
     for i, r in enumerate(rounds):
         if not 0 <= r.accepted <= r.verified <= len(r.drafted):
             raise DsparkError(
@@ -87,6 +89,11 @@ def check_rounds(rounds: Sequence[Round], where: str) -> None:
         if len(r.confidences) not in (0, len(r.drafted)) or not all(0.0 <= c <= 1.0 for c in r.confidences):
             raise DsparkError(
                 f"{where}: round {i}: expected no confidences or {len(r.drafted)} in [0, 1], but got {r.confidences}."
+            )
+        if r.source not in DRAFTED_BY:
+            raise DsparkError(
+                f"{where}: round {i}: expected source {' or '.join(DRAFTED_BY)}, but got {r.source!r}. Read it with "
+                "the release that wrote it."
             )
 
 

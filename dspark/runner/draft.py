@@ -6,7 +6,7 @@ the anchor. ``commit`` writes them as the target confirms tokens; block keys are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,10 +22,28 @@ from dspark.runner.verify import SamplingRows
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """Blocks for R requests: what the scheduler sees, and the laws the tokens were drawn from (probs [R,K,V'] over the
-    draft vocabulary; kept for the rejection verifier only)."""
+    draft vocabulary, whose tokens are ids [V'], None: all; kept for the rejection verifier only)."""
 
     predictions: list[MTPPredictInfo]
     probs: Tensor | None
+    ids: Tensor | None = None
+
+    def laws(self, lengths: list[int], vocab_size: int) -> Tensor | None:
+        """[sum of lengths, V] over the full vocabulary, of the first lengths[r] drafts of each request."""
+        if self.probs is None or sum(lengths) == 0:
+            return None
+        rows = torch.cat([self.probs[i, :n] for i, n in enumerate(lengths)])
+        if self.ids is None:
+            return rows
+        full = torch.zeros(len(rows), vocab_size)
+        full[:, self.ids] = rows
+        return full
+
+
+def cut(prediction: MTPPredictInfo, count: int) -> MTPPredictInfo:
+    """Its first drafts, `count` at most."""
+    rates = prediction.confidence_rates
+    return replace(prediction, token_ids=prediction.token_ids[:count], confidence_rates=rates and rates[:count])
 
 
 class DraftStage:
@@ -59,7 +77,8 @@ class DraftStage:
 
         tokens = torch.tensor([s.tokens[-1] for s in sequences])
         proposal = self.drafter.propose(tokens, anchors, self.context, begin, begin + anchors, choose, self.width)
-        return Drafts(self._predictions(proposal), torch.stack(laws, dim=1) if laws else None)
+        probs = torch.stack(laws, dim=1) if laws else None
+        return Drafts(self._predictions(proposal), probs, self.drafter.draft_ids)
 
     def _predictions(self, proposal: Proposal) -> list[MTPPredictInfo]:
         tokens = proposal.token_ids.tolist()

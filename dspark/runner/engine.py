@@ -15,24 +15,25 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dspark import ops
-from dspark.contracts import Completion, DsparkError, MTPPredictInfo, Request, Round, SamplingParams
+from dspark.contracts import Completion, DsparkError, MTPPredictInfo, Request, SamplingParams
 from dspark.drafter.model import Drafter
 from dspark.runner import schedule
 from dspark.runner.batch import FlatBatch
-from dspark.runner.draft import Drafts, DraftStage
+from dspark.runner.draft import Drafts, DraftStage, cut
+from dspark.runner.emit import emit, record
+from dspark.runner.lookup import Lookup
+from dspark.runner.mixed import MixedStage
 from dspark.runner.options import EngineOptions
 from dspark.runner.prefix import WORTH_WAITING, PrefixCount, Source, sources
 from dspark.runner.schedule import Scheduler
 from dspark.runner.score import Finished, check_ids, score
 from dspark.runner.sequence import Sequence
-from dspark.runner.verify import SamplingRows, Verdict, verify
+from dspark.runner.verify import SamplingRows, verify
 from dspark.settings import MIN_BACKTRACKING
 from dspark.target.cache import Arena, KVCache
 from dspark.target.decoder import Target
@@ -48,13 +49,17 @@ class Lengths(Protocol):
 
 
 class Engine:
-    """Runs requests through a target model, with or without a draft model.
+    """Runs requests through a target model, with or without a draft model, a lookup (lookup.py), or both.
 
-    Raises DsparkError for options that do not fit the draft model (verify_tokens larger than the trained block).
+    lookup: outlives the engine; whoever samples in many calls gives every engine the same one. Raises DsparkError for
+    options that do not fit the draft model (verify_tokens larger than the trained block) or the lookup.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None = None, options: EngineOptions | None = None):
-        self.target, self.drafter = target, drafter
+    def __init__(
+        self, target: Target, drafter: Drafter | None = None, options: EngineOptions | None = None,
+        lookup: Lookup | None = None,
+    ):  # fmt: skip
+        self.target, self.drafter, self.lookup = target, drafter, lookup
         self.options = options or EngineOptions()
         self.prefixes = PrefixCount()  # of the last generate call
         self.taps = tuple(drafter.config.target_layer_ids) if drafter else ()
@@ -65,10 +70,13 @@ class Engine:
                 f"runner: expected verify_tokens between 0 and the trained block size {block} (0: no draft model), "
                 f"but got {self.verify_tokens}. Lower it (DEEPINFER_USE_NEXTN_DECODE), or train with a larger block."
             )
-        if self.options.policy != "fixed":
+        if lookup is not None:
+            _refuse_lookup(self.options)
+        elif self.options.policy != "fixed":
             _refuse_confidences(drafter, self.options)
+        self.width = max(self.verify_tokens, 0 if lookup is None else lookup.width)  # most drafts verified in a round
         given = self.options.backtracking
-        needed = (block if self.options.commit_to_cap else self.verify_tokens) + 1
+        needed = (block if self.options.commit_to_cap else self.width) + 1
         if given is not None and given < needed:
             raise DsparkError(
                 f"runner: expected backtracking >= {needed} (a round and its anchor), but got {given}. Raise "
@@ -80,7 +88,7 @@ class Engine:
     def scheduler(self) -> Scheduler:
         """A run's policy, fresh."""
         options = self.options
-        return Scheduler(options.policy, self.verify_tokens, options.threshold, options.curve)
+        return Scheduler(options.policy, self.width, options.threshold, options.curve)
 
     def generate(self, requests: list[Request], on_finish: OnFinish | None = None) -> list[Completion]:
         """Finish all requests; completions come back in request order, ``on_finish(index, completion)`` as they end."""
@@ -117,6 +125,11 @@ class Engine:
 
     def _check(self, requests: list[Request]) -> None:
         longest, rows = self.target.config.max_position_embeddings, self.options.kv_tokens
+        if self.lookup is not None and self.lookup.largest >= self.target.vocab_size:
+            raise DsparkError(
+                f"lookup: expected token ids from 0 to {self.target.vocab_size - 1} (the target's vocabulary), but it "
+                f"remembers {self.lookup.largest}. Make a Lookup for each tokenizer."
+            )
         for i, request in enumerate(requests):
             need = len(request.prompt_ids) + request.params.max_tokens
             if need > min(longest, rows):
@@ -137,6 +150,20 @@ def _seeded(request: Request) -> Request:
     if request.params.seq_seed is not None:
         return request
     return replace(request, params=request.params.with_seed(secrets.randbits(63)))
+
+
+def _refuse_lookup(options: EngineOptions) -> None:
+    if options.verifier == "rejection":
+        raise DsparkError(
+            "runner: lookup expects the coupled or the greedy verifier, but got rejection: its drafts come from other "
+            "requests, and under rejection what a request becomes depends on its drafts, so it would depend on its "
+            "company. Leave out the lookup, or use the coupled verifier."
+        )
+    if options.commit_to_cap:
+        raise DsparkError(
+            "runner: commit_to_cap collects the rounds of a draft model, but a lookup would take some of them away. "
+            "Leave out one of the two."
+        )
 
 
 def _refuse_confidences(drafter: Drafter | None, options: EngineOptions) -> None:
@@ -178,6 +205,8 @@ class Run:
         self.kept: list[Sequence] = []  # finished, oldest first; their rows stay until the room is needed
         self.prefixes = PrefixCount()
         self.drafting = self._draft_stage(capacity)
+        lookup = engine.lookup
+        self.mixed = None if lookup is None else MixedStage(lookup, self.drafting, self.options.curve)
         self.scheduler: Lengths = engine.scheduler()
         self.drafting_seconds = 0.0
 
@@ -236,16 +265,15 @@ class Run:
 
     def _draft(self, decoding: list[Sequence]) -> Drafts:
         """One entry per decoding sequence; an empty prediction where no draft can be used."""
-        empty = MTPPredictInfo((), None)
-        if self.drafting is None or not decoding:
-            return Drafts([empty] * len(decoding), None)
-        drafts = self.drafting.propose(decoding, SamplingRows.of([s.request.params for s in decoding]))
-        limits = [schedule.draft_limit(self.drafting.width, s.remaining) for s in decoding]
-        cut = [
-            MTPPredictInfo(p.token_ids[:n], p.confidence_rates and p.confidence_rates[:n])
-            for p, n in zip(drafts.predictions, limits, strict=True)
+        stage = self.mixed or self.drafting
+        if stage is None or not decoding:
+            return Drafts([MTPPredictInfo((), None)] * len(decoding), None)
+        drafts = stage.propose(decoding, SamplingRows.of([s.request.params for s in decoding]))
+        useful = [
+            cut(p, schedule.draft_limit(len(p.token_ids), s.remaining))
+            for p, s in zip(drafts.predictions, decoding, strict=True)
         ]
-        return Drafts(cut, drafts.probs)
+        return replace(drafts, predictions=useful)
 
     def _prefill_chunks(self) -> list[tuple[Sequence, int]]:
         """(sequence, prompt tokens to process now), oldest first, within the pass's budget."""
@@ -298,71 +326,16 @@ class Run:
         probs = sampling.shape(logits)
         positions = batch.positions[batch.logit_rows] + 1
         verified = [p.token_ids[:n] for p, n in zip(drafts.predictions, lengths, strict=True)] + [()] * len(ready)
-        laws = self._verified_laws(drafts.probs, lengths)
+        laws = drafts.laws(lengths, self.target.config.vocab_size)
         verdicts = verify(self.options.verifier, probs, sampling, positions, verified, laws)
-        kept = self._emit(sequences, verdicts, caps + [0] * len(ready), logits, probs)
-        self._record(batch.decoding, drafts.predictions, lengths, verdicts, kept)
+        kept = emit(sequences, verdicts, caps + [0] * len(ready), logits, probs)
+        record(batch.decoding, drafts.predictions, lengths, verdicts, kept)
         return kept[: len(batch.decoding)]
-
-    def _verified_laws(self, probs: Tensor | None, lengths: list[int]) -> Tensor | None:
-        """Draft laws [sum of lengths, V] over the full vocabulary, for the drafts that were verified."""
-        if probs is None or sum(lengths) == 0:
-            return None
-        rows = torch.cat([probs[i, :n] for i, n in enumerate(lengths)])
-        ids = self.engine.drafter.draft_ids if self.engine.drafter else None
-        if ids is None:
-            return rows
-        full = torch.zeros(len(rows), self.target.config.vocab_size)
-        full[:, ids] = rows
-        return full
-
-    def _emit(
-        self, sequences: list[Sequence], verdicts: list[Verdict], caps: list[int], logits: Tensor, probs: Tensor
-    ) -> list[int]:
-        """Append the first caps[r] + 1 of each verdict's tokens with their log-probabilities. Returns how many each
-        sequence kept."""
-        verdicts = [
-            Verdict(v.accepted, v.tokens[: c + 1], v.rows[: c + 1]) for v, c in zip(verdicts, caps, strict=True)
-        ]
-        rows = torch.tensor([row for v in verdicts for row in v.rows])
-        tokens = torch.tensor([token for v in verdicts for token in v.tokens])
-        logprobs = iter(ops.log_of(probs[rows], tokens).tolist())
-        raw = iter(ops.raw_logprob(logits[rows], tokens).tolist())
-        kept = []
-        for sequence, verdict in zip(sequences, verdicts, strict=True):
-            n = len(verdict.tokens)
-            kept.append(sequence.append(verdict.tokens, list(islice(logprobs, n)), list(islice(raw, n))))
-            sequence.cached = len(sequence.tokens) - 1
-        return kept
-
-    def _record(
-        self,
-        decoding: list[Sequence],
-        predictions: list[MTPPredictInfo],
-        lengths: list[int],
-        verdicts: list[Verdict],
-        kept: list[int],
-    ) -> None:
-        """Note the round of each sequence that had drafts. Where the sequence ended inside the block, the drafts behind
-        its end never mattered and are cut from the record."""
-        for sequence, prediction, length, verdict, n in zip(
-            decoding, predictions, lengths, verdicts, kept, strict=False
-        ):
-            if not prediction.token_ids:
-                continue
-            end = n if sequence.finish_reason else len(prediction.token_ids)
-            sequence.rounds.append(
-                Round(
-                    anchor=sequence.anchor - n,
-                    drafted=prediction.token_ids[:end],
-                    verified=min(length, end),
-                    accepted=min(verdict.accepted, end),
-                    confidences=(prediction.confidence_rates or ())[:end],
-                )
-            )
 
     def _retire(self) -> list[Sequence]:
         finished = [s for s in self.running if s.finish_reason]
+        if self.mixed:
+            self.mixed.retire(finished)
         self.kept += finished
         self.running = [s for s in self.running if not s.finish_reason]
         return finished

@@ -164,21 +164,21 @@ class Scheduler:
         if self.policy == "threshold":
             return threshold(survival, self.least)
         if self.policy == "lagged_global":
-            return self._lagged(survival, other_rows)
-        seconds = self._seconds(len(predictions), survival.size, other_rows)
+            return self._lagged(survival, _modelled(predictions), other_rows)
+        seconds = self._seconds(len(predictions), _modelled(predictions), survival.size, other_rows)
         return (early_stop if self.policy == "early_stop" else best)(survival, seconds)
 
-    def _seconds(self, requests: int, drafts: int, other_rows: int) -> Floats:
-        """CapacityCurve.rounds, from tables that are made once and grow."""
+    def _seconds(self, requests: int, modelled: int, drafts: int, other_rows: int) -> Floats:
+        """CapacityCurve.rounds, from tables made once that grow. modelled: requests that a draft model worked for."""
         assert self.curve is not None, "told says so"
         least = requests + other_rows
         if len(self._passes) <= least + drafts:
             self._passes = self.curve.passes(2 * (least + drafts))
-        if requests not in self._drafting:
-            self._drafting[requests] = self.curve.drafting(requests)
-        return self._passes[least : least + drafts + 1] + self._drafting[requests]
+        if modelled not in self._drafting:
+            self._drafting[modelled] = self.curve.drafting(modelled)
+        return self._passes[least : least + drafts + 1] + self._drafting[modelled]
 
-    def _lagged(self, survival: Floats, other_rows: int) -> list[int]:
+    def _lagged(self, survival: Floats, modelled: int, other_rows: int) -> list[int]:
         """The best number of drafts for the confidences of two rounds ago, as if they were those of today's requests:
         each old draft stands for as many as there are requests now to one then. Before that, all."""
         old = self._past[0] if len(self._past) == _LAG else None
@@ -188,6 +188,11 @@ class Scheduler:
         now, then = len(survival), len(old)
         ranked = _ranked(old)
         counts = np.rint(np.arange(len(ranked) + 1) * (now / then)).astype(np.int64)
-        seconds = self._seconds(now, int(counts[-1]), other_rows)
+        seconds = self._seconds(now, modelled, int(counts[-1]), other_rows)
         rate = _rates(ranked, then, seconds[counts])  # of one now to one then: the same factor for every count
         return fill(survival, int(counts[rate.argmax()]))
+
+
+def _modelled(predictions: Sequence[MTPPredictInfo]) -> int:
+    """The requests that a draft model drafted for: what was looked up took no time."""
+    return sum(p.source == "drafter" for p in predictions)

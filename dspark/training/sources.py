@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -23,6 +24,8 @@ from dspark.files import child_path, read_json, sha256_file
 
 _TRAJECTORY_COLUMNS = ["trajectory_id", "prompt_id", "domain", "prompt_ids", "response_ids", "sampling"]
 _ROUND_COLUMNS = ["trajectory_id", "round", "anchor", "drafted", "verified", "accepted"]
+_DRAFTED_BY = "source"  # a column that rollouts of earlier releases lack: there a draft model was the only one
+LOOKED_UP = "rounds that a lookup drafted, not the draft model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Usable samples, and why the others were left out (reason -> count)."""
+    """Usable samples, and why others, or some of their rounds, were left out (reason -> count)."""
 
     samples: list[Sample]
     dropped: dict[str, int]
@@ -51,7 +54,8 @@ def read_samples(
 ) -> Samples:
     """All samples of the given trajectory directories and conversation files, in order of path then row.
 
-    tokenizer: needed for a conversations file only. rounds: also read the rounds beside trajectories. quarantine: the
+    tokenizer: needed for a conversations file only. rounds: also read the rounds beside trajectories, the draft model's
+    alone. quarantine: the
     folder for the broken rows of conversation files. Raises DsparkError when a path is missing, damaged, or nothing
     usable is left.
     """
@@ -63,7 +67,8 @@ def read_samples(
         if rounds and not path.is_dir():
             raise DsparkError(f"{path}: expected a folder of rollouts made with a draft model, but it is a file.")
         if path.is_dir():
-            found = list(_directory(path, rounds))
+            found, looked_up = _directory(path, rounds)
+            dropped[LOOKED_UP] += looked_up
         else:
             aside = quarantine / f"{index}-{path.name}.quarantine.jsonl" if quarantine else None
             found, reasons = _conversations(path, tokenizer, aside)
@@ -151,23 +156,33 @@ def _shards(path: Path, kind: str) -> list[Path]:
     return files
 
 
-def _rows(shards: list[Path], columns: list[str]) -> Iterable[dict[str, Any]]:
+def _rows(
+    shards: list[Path], columns: list[str], absent: Mapping[str, Any] = MappingProxyType({})
+) -> Iterable[dict[str, Any]]:
+    """The rows of some columns, all of which must be there, and of those in `absent`, which stand for what is not."""
     for shard in shards:
         try:
-            table = pq.read_table(shard, columns=columns)
+            there = pq.read_schema(shard).names
+            table = pq.read_table(shard, columns=[*columns, *(name for name in absent if name in there)])
         except (OSError, ValueError, KeyError) as error:
             raise DsparkError(f"{shard}: expected Parquet with columns {columns}, but got: {error}.") from error
         missing = sorted(set(columns) - set(table.column_names))
         if missing:
             raise DsparkError(f"{shard}: expected columns {columns}, but {missing} are missing.")
-        yield from table.to_pylist()
+        yield from ({**absent, **row} for row in table.to_pylist())
 
 
-def _directory(path: Path, with_rounds: bool) -> Iterable[Sample]:
+def _directory(path: Path, with_rounds: bool) -> tuple[list[Sample], int]:
+    """The samples, and how many rounds were passed over, for the draft model had no part in them."""
     rounds: dict[str, tuple[Round, ...]] = {}
+    looked_up = 0
     if with_rounds:
         refuse_chosen(path)
-        rounds = _read_rounds(path)
+        rounds, looked_up = _read_rounds(path)
+    return list(_samples(path, rounds)), looked_up
+
+
+def _samples(path: Path, rounds: dict[str, tuple[Round, ...]]) -> Iterable[Sample]:
     for row in _rows(_shards(path, "trajectories"), _TRAJECTORY_COLUMNS):
         prompt, response = row["prompt_ids"], row["response_ids"]
         mask = torch.zeros(len(prompt) + len(response), dtype=torch.bool)
@@ -191,12 +206,18 @@ def _check_round(path: Path, name: str, r: Round, ids: Tensor) -> None:
         )
 
 
-def _read_rounds(path: Path) -> dict[str, tuple[Round, ...]]:
+def _read_rounds(path: Path) -> tuple[dict[str, tuple[Round, ...]], int]:
+    """The draft model's rounds by trajectory, and how many a lookup drafted."""
     found: dict[str, list[tuple[int, Round]]] = {}
-    for row in _rows(_shards(path, "rounds"), _ROUND_COLUMNS):
+    looked_up = 0
+    for row in _rows(_shards(path, "rounds"), _ROUND_COLUMNS, {_DRAFTED_BY: "drafter"}):
+        if row[_DRAFTED_BY] != "drafter":
+            looked_up += 1
+            continue
         made = Round(row["anchor"], tuple(row["drafted"]), row["verified"], row["accepted"])
         found.setdefault(row["trajectory_id"], []).append((row["round"], made))
-    return {key: tuple(r for _, r in sorted(items, key=lambda item: item[0])) for key, items in found.items()}
+    made_by = {key: tuple(r for _, r in sorted(items, key=lambda item: item[0])) for key, items in found.items()}
+    return made_by, looked_up
 
 
 def _conversations(path: Path, tokenizer: Any, quarantine: Path | None) -> tuple[list[Sample], dict[str, int]]:

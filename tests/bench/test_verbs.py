@@ -130,6 +130,58 @@ def test_mistakes_of_bench_replay_name_what_was_given(
     assert "--keep of at least 28" in refused(capsys, *replay(world, "--keep", "27"))
 
 
+def look_up(world: World, *options: str) -> list[str]:
+    given = ["--prompts", world.prompts, "--limit", "2", "--samples", "3", "--max_tokens", "20", "--repeats", "1"]
+    return ["bench", "lookup", "--target", world.target, "--dtype", "float32", *given, *options]
+
+
+def test_bench_lookup(world: World, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = narrow(told(capsys, 0, *look_up(world)))
+    assert [" ".join(row.split()[:5]) for row in rows[1:5]] == [
+        f"T 0.2 epoch {epoch} {way}" for epoch in (1, 2) for way in ("plain", "lookup")
+    ]
+    got = json.loads(told(capsys, 0, *look_up(world, "--drafter", world.bundle, "--curve", world.curve, "--json")))
+    assert len(got) == 2 * 2 * 4
+    assert {row["wrong"] for row in got} == {0}
+    monkeypatch.setattr("dspark.bench.looking_up.differing", lambda *runs: 1)
+    assert "1 differ" in told(capsys, 1, *look_up(world))
+    for option, value in (("samples", "0"), ("width", "0"), ("batch", "0")):
+        assert f"--{option}" in refused(capsys, *look_up(world, f"--{option}", value))
+    assert "--samples" in refused(capsys, *verify(world, "--samples", "2"))
+
+
+def test_rollouts_with_a_lookup(world: World, tmp_path: Path, capsys: Capture) -> None:
+    """The same trajectories with a lookup, a draft model, both, or neither; mistakes are one error; and what reads a
+    draft model's rounds says what it leaves out."""
+    ways = {"none": ["--drafter", ""], "lookup": ["--drafter", "", "--lookup", "4"], "learned": [],
+            "both": ["--lookup", "4"], "chosen": ["--lookup", "4", "--policy", "threshold", "--threshold", "0.2"],
+            "alone": ["--drafter", "", "--lookup", "4", "--policy", "global", "--curve", world.curve]}  # fmt: skip
+    hashes, again = set(), ["--samples_per_prompt", "3", "--temperature", "0.3"]
+    for name, options in ways.items():
+        assert rollout(world, str(tmp_path / name), *again, *options) == 0
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        hashes.add(tuple(shard["trajectories"]["sha256"] for shard in manifest["shards"]))
+    assert len(hashes) == 1
+    capsys.readouterr()
+    assert rollout(world, str(tmp_path / "both"), *again, "--lookup", "5") == cli.USER_ERROR
+    assert "lookup was 4, now 5" in capsys.readouterr().err
+    for options in (["--verifier", "rejection"], ["--commit-to-cap"], ["--drafter", "", "--commit-to-cap"]):
+        assert rollout(world, str(tmp_path / "wrong"), "--lookup", "4", *options) == cli.USER_ERROR
+        assert capsys.readouterr().err.count("error: ") == 1
+    for options in (["--lookup", "4", "--gamma", "2"], ["--policy", "global"]):
+        assert rollout(world, str(tmp_path / "wrong"), "--drafter", "", *options) == cli.USER_ERROR
+        assert "expected a draft model with it" in capsys.readouterr().err
+    assert not (tmp_path / "wrong").exists()
+    assert cli.main(["bench", "acceptance", "--rollouts", str(tmp_path / "both"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "rounds were passed over, for a lookup drafted them" in err
+    assert sum(row["rounds"] for row in json.loads(out)) > 0
+    alone = ["bench", "acceptance", "--rollouts", str(tmp_path / "lookup")]
+    assert "error: " in (text := told(capsys, cli.USER_ERROR, *alone))
+    assert "expected rounds with drafts" in text
+    assert cli.main(["replay", str(tmp_path / "both"), "--rescore", "--quiet"]) == 0
+
+
 def test_bench_acceptance(world: World, tmp_path: Path, capsys: Capture) -> None:
     lines = narrow(told(capsys, 0, "bench", "acceptance", "--rollouts", world.rollouts))
     assert lines[0].split()[:3] == ["context", "rounds", "tau"]
