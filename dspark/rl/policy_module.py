@@ -36,6 +36,7 @@ from dspark.rl.save import save_drafter, save_policy
 from dspark.rl.start import Start
 from dspark.rl.update import Updates
 from dspark.rollouts.config import RolloutConfig
+from dspark.runner.lookup import Lookup
 from dspark.training.batches import BatchPlan, TrainStream
 from dspark.training.optim import make_optimizer
 from dspark.training.options import as_options, plain
@@ -148,6 +149,7 @@ class PolicyModule(LightningModule):
         rollouts = -(-max(self.trainer.max_steps, 1) // self.objective.updates_per_rollout)
         bundle, total = self.start.bundle, self.follow.optimizer.total_steps or rollouts * self.follow.steps
         self.follower = Follower(bundle.drafter, self.policy.target, self.follow, total, self.ranks) if bundle else None
+        self.lookup = Lookup(self.rollout.lookup) if self.rollout.lookup else None
         if self._resumed:
             self.masters.load_state_dict(self._resumed[MASTERS_KEY])
             self.history = History(self._resumed[HISTORY_KEY])
@@ -181,7 +183,7 @@ class PolicyModule(LightningModule):
             out=str(folder(self.rollout.out, number * world + rank)),
         )  # fmt: skip
         prompts = [self.start.prompts[i] for i in places]
-        engine, facts = self.start.engine(config, drafter), self.start.facts(config, drafter)
+        engine, facts = self.start.engine(config, drafter, self.lookup), self.start.facts(config, drafter)
         return roll(
             prompts, engine, config, facts, self.policy.target.eos_ids, self.start.tokenizer, self.max_failed_share
         )
@@ -204,7 +206,8 @@ class PolicyModule(LightningModule):
         seconds: dict[str, float],
     ) -> None:  # fmt: skip
         """This rank's figures of the rollout, and all ranks' of the updates."""
-        shown = rollout_figures(rollout, self.start.bundle.config.num_predictions if self.start.bundle else 0)
+        block = self.start.bundle.config.num_predictions if self.start.bundle else 0
+        shown = rollout_figures(rollout, max(block, self.rollout.lookup))
         lines = {"rollout": shown, "train": learned, "follow": followed, "seconds": seconds}
         flat = {f"{group}/{name}": value for group, values in lines.items() for name, value in values.items()}
         self.log_dict({k: v for k, v in flat.items() if v == v}, batch_size=1)

@@ -58,8 +58,9 @@ class Rollout:
         )
 
     def samples(self) -> list[Sample]:
-        """As the draft model's training reads them."""
-        return [_sample(t, tuple(self.rounds.get(t.trajectory_id, ()))) for t in self.trajectories]
+        """As the draft model's training reads them, with the rounds that it drafted itself."""
+        own = {key: tuple(r for r in some if r.source == "drafter") for key, some in self.rounds.items()}
+        return [_sample(t, own.get(t.trajectory_id, ())) for t in self.trajectories]
 
 
 def finished(trajectories: Sequence[Trajectory]) -> list[Finished]:

@@ -22,6 +22,7 @@ from dspark.rollouts.facts import calibration_hash, tokenizer_hash
 from dspark.rollouts.manifest import run_facts
 from dspark.runner import Engine, EngineOptions
 from dspark.runner.curve import CapacityCurve
+from dspark.runner.lookup import Lookup
 from dspark.runner.schedule import Policy as LengthPolicy
 from dspark.target.decoder import Target
 from dspark.target.load import load_target, load_tokenizer, random_target
@@ -68,14 +69,14 @@ class Start:
             "threads": torch.get_num_threads(),
         }
 
-    def engine(self, config: RolloutConfig, drafter: Drafter | None) -> Engine:
-        """A runner over the policy's weights as they are at any time."""
+    def engine(self, config: RolloutConfig, drafter: Drafter | None, lookup: Lookup | None) -> Engine:
+        """A runner over the policy's weights as they are at any time. lookup: what it has written lately."""
         options = EngineOptions(
             cast(VerifierName, config.verifier), max_batch=config.batch_size, verify_tokens=config.gamma if drafter else
             None, policy=cast(LengthPolicy, config.policy or "fixed"), threshold=config.threshold, curve=self.curve,
             commit_to_cap=config.commit_to_cap,
         )  # fmt: skip
-        return Engine(self.policy.target, drafter, options)
+        return Engine(self.policy.target, drafter, options, lookup)
 
     def facts(self, config: RolloutConfig, drafter: Drafter | None) -> dict[str, Any]:
         """What the next rollout's manifest records: the weights of policy and draft model are hashed as they are."""

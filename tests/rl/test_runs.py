@@ -67,7 +67,8 @@ def test_killed_and_resumed_with_a_draft_model_that_follows(tiny_rl: Any, tmp_pa
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_who_drafts_changes_no_bit(tiny_rl: Any, tmp_path: Path, dtype: str) -> None:
-    """None, frozen, following: the same trajectories, the same policy; and the followers did draft and did learn."""
+    """Nobody, a draft model frozen or following, a lookup, both: the same trajectories, the same policy; and the
+    followers did draft and did learn."""
     drafter = tiny_rl.make_drafter(tmp_path / "drafter", dtype)
     rollout = {"drafter": drafter, "dtype": dtype}
     none = tiny_rl.run(tmp_path / "none", 4, rollout={"dtype": dtype})
@@ -75,6 +76,19 @@ def test_who_drafts_changes_no_bit(tiny_rl: Any, tmp_path: Path, dtype: str) -> 
     following = tiny_rl.run(tmp_path / "following", 4, rollout=rollout, follow=LEARNS)
     same(tiny_rl, tmp_path / "none", none, tmp_path / "frozen", frozen)
     same(tiny_rl, tmp_path / "none", none, tmp_path / "following", following)
+    looked = {"both": {**rollout, "lookup": 4}, "lookup": {"dtype": dtype, "lookup": 4}}
+    for name, given in looked.items():
+        follow = LEARNS if name == "both" else None
+        same(
+            tiny_rl,
+            tmp_path / "none",
+            none,
+            tmp_path / name,
+            tiny_rl.run(tmp_path / name, 4, rollout=given, follow=follow),
+        )
+        rounds = [r for some in read_rounds(tmp_path / name / "rollouts" / "000003").values() for r in some]
+        assert any(r.source == "lookup" and r.accepted for r in rounds)
+        assert any(r.source == "lookup" and r.accepted < r.verified for r in rounds)
     drafts = []
     for name in ("frozen", "following"):
         last = read_rounds(tmp_path / name / "rollouts" / "000003")
