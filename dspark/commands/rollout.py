@@ -174,7 +174,9 @@ def as_text(summary: dict[str, Any]) -> str:
     if summary["dropped_rows"]:
         lines.append(f"{summary['dropped_rows']} broken prompt rows were set aside: {summary['quarantine']} says why")
     if summary["reward_failures"]:
-        lines.append(f"{summary['reward_failures']} samples have no reward: the function failed on them")
+        kinds = ", ".join(f"{count} {kind}" for kind, count in summary["reward_failures_by_kind"].items())
+        told = f" (in this run: {kinds})" if kinds else ""
+        lines.append(f"{summary['reward_failures']} samples have no reward: the function failed on them{told}")
     for error in summary["reward_errors"]:
         lines.append(f"reward: {error}")
     return "\n".join(lines)

@@ -27,7 +27,9 @@ class RolloutConfig:
     truncation, keep_tokens: bounded replay of prompts, off, compact or mask ("" = as the
     DEEPINFER_YOCO_PREFILL_* switches say, else off): an approximation, and a part of what is sampled.
     commit_to_cap: verify the whole block but commit what the policy would have verified, for uncensored labels.
-    batch_size: sequences in flight. shard_size: trajectories per file. reward: "module:function",
+    batch_size: sequences in flight, of each worker. workers: processes that generate, on Ray if more than 1 (rollouts/
+    workers.py). engine: "dspark", or "vllm" (rollouts/vllm_engine.py); recompute: log-probabilities by our target, where
+    another engine sampled. shard_size: trajectories per file, in whole groups. reward: "module:function",
     "path/to/file.py:function" or "" (see rewards.py). out: the folder to write.
     """
 
@@ -55,6 +57,9 @@ class RolloutConfig:
     keep_tokens: int = 0
     commit_to_cap: bool = False
     batch_size: int = 32
+    workers: int = 1
+    engine: str = "dspark"
+    recompute: bool = False
     shard_size: int = 256
     reward: str = ""
     out: str = "runs/rollouts"
@@ -68,6 +73,29 @@ class RolloutConfig:
             ("limit", self.limit >= 0, ">= 0 (0 = all prompts)"),
             ("samples_per_prompt", self.samples_per_prompt >= 1, ">= 1"),
             ("batch_size", self.batch_size >= 1, ">= 1"),
+            ("workers", self.workers >= 1, ">= 1"),
+            (
+                "workers",
+                self.workers == 1 or self.engine == "dspark",
+                "1 with engine vllm, which shares out work itself",
+            ),
+            ("engine", self.engine in ("dspark", "vllm"), "dspark or vllm"),
+            (
+                "drafter",
+                self.engine == "dspark" or not self.drafter,
+                '"" with engine vllm: our draft models run in our runner. Leave it out (--drafter ""), or export it and '
+                "serve it with vLLM (docs/formats.md)",
+            ),
+            (
+                "recompute",
+                self.engine == "vllm" or not self.recompute,
+                "false with our own engine: they are ours already",
+            ),
+            (
+                "truncation",
+                self.engine == "dspark" or self.truncation in ("", "off"),
+                "off with engine vllm, which reads prompts whole",
+            ),
             ("shard_size", self.shard_size >= 1, ">= 1"),
             ("gamma", self.gamma is None or self.gamma >= 1, ">= 1, or null for the trained block"),
             ("out", self.out.strip() != "", "a folder's name"),
