@@ -61,7 +61,8 @@ def is_one(entry: dict[str, Any]) -> bool:
 
 
 def from_json(entry: dict[str, Any]) -> Aside:
-    return Aside(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry["aside"].items()})
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry["aside"].items()}
+    return Aside(**values)
 
 
 def encode(many: Sequence[Aside]) -> bytes:

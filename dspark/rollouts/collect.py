@@ -2,8 +2,8 @@
 
 Every sequence has its own seed, derived from the run's seed, the prompt's id and the sample's index, so neither the
 order nor the company it is generated in shows in it. Trajectories lie in the order of their prompts' ids, then samples:
-the order of the prompt file says which prompts skip and limit take, and nothing else. All sequences that are not on disk
-yet go to the generator in one call; it batches them as it likes, and each is stored the moment it finishes.
+the order of the prompt file says which prompts skip and limit take, and nothing else. All sequences that are not on
+disk yet go to the generator in one call; it batches them as it likes, and each is stored the moment it finishes.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def collect(
 
     prompts: config.split already chosen; config.skip and config.limit are applied here, and a prompt that occurs twice
     is used once.
-    manifest_base: manifest.run_facts of this engine; with "engine" in it, another one than ours: what it gives no finite
-    log-probabilities for is set aside. on_progress(done, total, tokens) counts what is on disk, earlier
-    runs included. eos_ids: stop tokens when config.stop_ids is None. decode: token ids to text, for the reward.
+    manifest_base: manifest.run_facts of this engine; with "engine" in it, another one than ours: what it gives no
+    finite log-probabilities for is set aside. on_progress(done, total, tokens) counts what is on disk, earlier runs
+    included. eos_ids: stop tokens when config.stop_ids is None. decode: token ids to text, for the reward.
     Returns counts and the speed of this call. Raises DsparkError when no prompt is left, the folder holds another
     run, or the runner returns a record that breaks its rules.
     """

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from dspark.contracts import DsparkError, SamplingParams
+from dspark.rollouts.vllm_engine import is_raw
 from dspark.runner.schedule import NEEDS_CURVE, POLICIES
 from dspark.settings import TRUNCATIONS
 
@@ -27,8 +28,8 @@ class RolloutConfig:
     truncation, keep_tokens: bounded replay of prompts, off, compact or mask ("" = as the
     DEEPINFER_YOCO_PREFILL_* switches say, else off): an approximation, and a part of what is sampled.
     commit_to_cap: verify the whole block but commit what the policy would have verified, for uncensored labels.
-    batch_size: sequences in flight, of each worker. workers: processes that generate, on Ray if more than 1 (rollouts/
-    workers.py). engine: "dspark", or "vllm" (rollouts/vllm_engine.py); recompute: log-probabilities by our target, where
+    batch_size: sequences in flight, of each worker. workers: processes that generate, on Ray if more than 1
+    (workers.py). engine: "dspark", or "vllm" (vllm_engine.py); recompute: log-probabilities by our target, where
     another engine sampled. shard_size: trajectories per file, in whole groups. reward: "module:function",
     "path/to/file.py:function" or "" (see rewards.py). out: the folder to write.
     """
@@ -74,28 +75,7 @@ class RolloutConfig:
             ("samples_per_prompt", self.samples_per_prompt >= 1, ">= 1"),
             ("batch_size", self.batch_size >= 1, ">= 1"),
             ("workers", self.workers >= 1, ">= 1"),
-            (
-                "workers",
-                self.workers == 1 or self.engine == "dspark",
-                "1 with engine vllm, which shares out work itself",
-            ),
-            ("engine", self.engine in ("dspark", "vllm"), "dspark or vllm"),
-            (
-                "drafter",
-                self.engine == "dspark" or not self.drafter,
-                '"" with engine vllm: our draft models run in our runner. Leave it out (--drafter ""), or export it and '
-                "serve it with vLLM (docs/formats.md)",
-            ),
-            (
-                "recompute",
-                self.engine == "vllm" or not self.recompute,
-                "false with our own engine: they are ours already",
-            ),
-            (
-                "truncation",
-                self.engine == "dspark" or self.truncation in ("", "off"),
-                "off with engine vllm, which reads prompts whole",
-            ),
+            *_of_engine(self),
             ("shard_size", self.shard_size >= 1, ">= 1"),
             ("gamma", self.gamma is None or self.gamma >= 1, ">= 1, or null for the trained block"),
             ("out", self.out.strip() != "", "a folder's name"),
@@ -156,6 +136,29 @@ class RolloutConfig:
                 raise DsparkError(f"{where}: expected known keys, but got {key!r}. {hint}")
         bare = {"truncation": "off"} if values.get("truncation") is False else {}  # YAML 1.1 reads a bare off so
         return cls(**{**values, **bare})
+
+
+def _of_engine(config: RolloutConfig) -> tuple[tuple[str, bool, str], ...]:
+    """What goes with which engine, as (field, whether it is so, what it should be)."""
+    ours = config.engine == "dspark"
+    return (
+        ("engine", config.engine in ("dspark", "vllm"), "dspark or vllm"),
+        ("workers", config.workers == 1 or ours, "1 with engine vllm, which shares out its work itself"),
+        ("recompute", not config.recompute or not ours, "false with engine dspark: log-probabilities are ours already"),
+        (
+            "recompute",
+            config.recompute or ours or is_raw(config.params(())),
+            "true with engine vllm at any temperature but 1 and with top_p, top_k or min_p: it gives one kind of "
+            "log-probability, and the target's own would be missing",
+        ),
+        ("truncation", config.truncation in ("", "off") or ours, "off with engine vllm, which reads prompts whole"),
+        (
+            "drafter",
+            not config.drafter or ours,
+            '"" with engine vllm: our draft models run in our runner (to serve one with vLLM, export it and name it in '
+            "vLLM's own speculative_config: docs/formats.md)",
+        ),
+    )
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -74,8 +74,21 @@ def run_facts(
     return {**given, "versions": versions, "rng_scheme": rng_scheme(verifier)}
 
 
+def differs(one: Any, other: Any) -> bool:
+    """Whether two values of a fact are different; threads, which have no influence by contract, aside."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return any(one.get(key) != other.get(key) for key in (one.keys() | other.keys()) - {"threads"})
+    return bool(one != other)
+
+
+def differing_facts(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The names of the facts in which two processes that shall give the same bytes are not alike."""
+    return sorted(key for key in (one.keys() | other.keys()) - {"threads"} if differs(one.get(key), other.get(key)))
+
+
 def new_manifest(run: dict[str, Any], order: list[str], shard_size: int, given: list[str]) -> dict[str, Any]:
-    """A manifest with no shard yet. given: the prompts' ids as they came. Raises DsparkError when `run` leaves out one of FACTS."""
+    """A manifest with no shard yet. given: the prompts' ids as they came. Raises DsparkError when `run` leaves out one
+    of FACTS."""
     run = json.loads(canonical_json(run))  # tuples become lists, as they will be when read back
     missing = [key for key in (*FACTS, "rng_scheme", "versions") if key not in run]
     if missing:
@@ -103,9 +116,9 @@ def check_same_run(old: dict[str, Any], new: dict[str, Any], folder: Path) -> No
     """Raises DsparkError naming what differs between the run in the folder and the one about to continue it."""
     if old["version"] != VERSION:
         raise DsparkError(
-            f"{folder}: expected a run of this release, but an earlier one began it, which kept trajectories in the order "
-            "of the prompt file; now they lie in the order of their ids. It can be read and replayed. To go on with it "
-            "use the release that began it, or choose another folder."
+            f"{folder}: expected a run of this release, but an earlier one began it, which kept trajectories in the "
+            "order of the prompt file; now they lie in the order of their ids. It can be read and replayed. To go on "
+            "with it use the release that began it, or choose another folder."
         )
     was, now = identity(old), identity(new)
     differing = [key for key in sorted(was.keys() | now.keys()) if was.get(key, ...) != now.get(key, ...)]

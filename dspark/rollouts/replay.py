@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dspark.contracts import Completion, DsparkError, Request, SamplingParams
+from dspark.rollouts.manifest import differs
 from dspark.rollouts.store import read_trajectories, verify_hashes
 from dspark.rollouts.trajectory import Trajectory
 
@@ -114,15 +115,15 @@ def sampled_by_us(folder: str, recorded: dict[str, Any], rescore: bool) -> bool:
     if other.get("logprobs") != "dspark":
         raise DsparkError(
             f"{folder}: expected trajectories that can be computed again here, but {other.get('name')} "
-            f"{other.get('version')} sampled these and gave their log-probabilities: its noise ({recorded['rng_scheme']}) "
-            "is no function of keys that we could draw from. The hashes of all files are right. Roll out with "
-            "--recompute for log-probabilities that can be checked."
+            f"{other.get('version')} sampled these and gave their log-probabilities: its noise "
+            f"({recorded['rng_scheme']}) is no function of keys that we could draw from. The hashes of all files are "
+            "right. Roll out with --recompute for log-probabilities that can be checked."
         )
     if not rescore:
         raise DsparkError(
             f"{folder}: expected trajectories that can be drawn again here, but {other.get('name')} "
-            f"{other.get('version')} sampled these, and its noise ({recorded['rng_scheme']}) is no function of keys that "
-            "we could draw from. Their log-probabilities are our target's: give --rescore to compute those again."
+            f"{other.get('version')} sampled these, and its noise ({recorded['rng_scheme']}) is no function of keys "
+            "that we could draw from. Their log-probabilities are our target's: give --rescore to compute those again."
         )
     return False
 
@@ -146,9 +147,9 @@ def check_facts(recorded: dict[str, Any], running: dict[str, Any]) -> tuple[str,
     Under the coupled and greedy verifiers the drafter and its calibration have no influence on the trajectories; under
     rejection they must be the same, and so must the number of drafts verified.
     """
-    strict = recorded.get("verifier") == "rejection" and not recorded.get("engine")
-    must = (*_MUST_MATCH, "drafter", "calibration") if strict else _MUST_MATCH
-    must = tuple(key for key in must if not recorded.get("engine") or key in ("target", "dtype"))  # others: not ours
+    foreign = bool(recorded.get("engine"))  # of such a run only the scoring is ours
+    strict = recorded.get("verifier") == "rejection" and not foreign
+    must = _MUST_MATCH[:2] if foreign else (*_MUST_MATCH, "drafter", "calibration") if strict else _MUST_MATCH
     differing = [key for key in must if recorded.get(key) != running.get(key)]
     if differing:
         shown = "; ".join(f"{k}: recorded {recorded.get(k)!r}, running {running.get(k)!r}" for k in differing)
@@ -157,7 +158,7 @@ def check_facts(recorded: dict[str, Any], running: dict[str, Any]) -> tuple[str,
             "Load what the manifest names."
         )
     may = _SCOPE if strict else (*_SCOPE, "drafter", "calibration")
-    return tuple(_note(k, recorded.get(k), running.get(k)) for k in may if _differs(recorded.get(k), running.get(k)))
+    return tuple(_note(k, recorded.get(k), running.get(k)) for k in may if differs(recorded.get(k), running.get(k)))
 
 
 def _note(key: str, recorded: Any, running: Any) -> str:
@@ -165,17 +166,10 @@ def _note(key: str, recorded: Any, running: Any) -> str:
         return f"another {key} than recorded (allowed: this verifier's trajectories do not depend on it)"
     if key == "tokenizer":
         return (
-            "another tokenizer than recorded: token ids are the record, so nothing here depends on it, but text decoded "
-            "from them, and a reward that read it, would be another"
+            "another tokenizer than recorded: token ids are the record, so nothing here depends on it, but text "
+            "decoded from them, and a reward that read it, would be another"
         )
     return f"{key} differs from the record, so equality is not promised: recorded {recorded!r}, running {running!r}"
-
-
-def _differs(recorded: Any, running: Any) -> bool:
-    if isinstance(recorded, dict) and isinstance(running, dict):  # threads have no influence, by contract
-        keys = (recorded.keys() | running.keys()) - {"threads"}
-        return any(recorded.get(k) != running.get(k) for k in keys)
-    return bool(recorded != running)
 
 
 class _Progress:

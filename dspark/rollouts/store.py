@@ -1,10 +1,10 @@
 """A rollout directory: manifest.json, trajectories-00000.parquet ..., rounds-00000.parquet ...
 
-Trajectories lie in canonical order (prompt id, then sample), whatever order they finish in, in shards of a fixed size. A
-shard is written as soon as its trajectories are all there, or set aside (aside.py): those have no row, but a line in
-aside-00000.jsonl. A trajectory that has finished is in the journal before
-anything else happens, so a run that is killed and started again generates only what had not finished, and its files are
-the bytes of a run that was never killed. Reading always checks the hashes first.
+Trajectories lie in canonical order (prompt id, then sample), whatever order they finish in, in shards of a fixed size.
+A shard is written as soon as its trajectories are all there, or set aside (aside.py): those have no row, but a line in
+aside-00000.jsonl. A trajectory that has finished is in the journal before anything else happens, so a run that is
+killed and started again generates only what had not finished, and its files are the bytes of a run that was never
+killed. Reading always checks the hashes first.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class TrajectoryWriter:
     """Writes one run into `folder`, continuing what an earlier, killed writer of the same run left there.
 
     run: the manifest's "run" (manifest.run_facts and the configuration), JSON-able. order: the ids of all
-    trajectories in canonical order. given: the prompts' ids as they came. Use it as a context manager: leaving it releases the folder; only finish() marks
-    the run complete. Raises DsparkError when another writer is at work in the folder, when the folder holds another
-    run (naming what differs), or when what it holds is damaged.
+    trajectories in canonical order. given: the prompts' ids as they came. Use it as a context manager: leaving it
+    releases the folder; only finish() marks the run complete. Raises DsparkError when another writer is at work in the
+    folder, when the folder holds another run (naming what differs), or when what it holds is damaged.
     """
 
     def __init__(

@@ -206,8 +206,7 @@ def test_batch_size_threads_and_paths_may_change(fakes, tmp_path):
 def earlier(fakes, source: Path, folder: Path, complete: bool = True) -> list:
     """A folder as the first release made it: trajectories in the order of the prompt file, which its manifest does not
     say. Returns them."""
-    trajectories = [t for t in read_trajectories(source)]
-    trajectories.sort(key=lambda t: t.prompt_id, reverse=True)
+    trajectories = sorted(read_trajectories(source), key=lambda t: t.prompt_id, reverse=True)
     run = read_manifest(source)["run"]
     with TrajectoryWriter(folder, run, [t.trajectory_id for t in trajectories], 5) as writer:
         for t in trajectories if complete else trajectories[:7]:
