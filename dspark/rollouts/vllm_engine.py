@@ -1,9 +1,9 @@
 """vLLM as the generator of a rollout, for sizes our runner is not for.
 
-It draws samples of its own: seeded per request, but with noise that is not ours and with reduction orders that depend on
-the batch. So nothing is promised bit for bit, the manifest says so (`facts`), and the trajectories carry vLLM's scheme
-of randomness, not ours. Prompts go in as token ids, and what comes back are token ids and the log-probabilities of the
-law they were drawn from (logprobs_mode "processed_logprobs").
+It draws samples of its own: seeded per request, but with noise that is not ours and with reduction orders that depend
+on the batch. So nothing is promised bit for bit, the manifest says so (`facts`), and the trajectories carry vLLM's
+scheme of randomness, not ours. Prompts go in as token ids, and what comes back are token ids and the log-probabilities
+of the law they were drawn from (logprobs_mode "processed_logprobs").
 
 vLLM gives one kind of log-probability, so the raw ones are known only where both are the same (temperature 1, nothing
 truncated), or where ours are computed afterwards (recompute.py). Left out on purpose: drafting, and options for vLLM's
@@ -13,8 +13,10 @@ own parallelism.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +27,7 @@ PROMISES = (
     "each sequence was drawn by this release of vLLM from the target's law at these sampling parameters, with the "
     "seq_seed of its row as the request's seed"
 )
+PIECE = 4  # batches per call of vLLM: what an interruption may cost, and how often a batch runs empty
 DOES_NOT_PROMISE = (
     "the same tokens or log-probabilities again: they may differ with the batch's size and members, prefix caching, "
     "release, build and machine, and after an interruption. dspark replay cannot draw them again"
@@ -57,19 +60,20 @@ class VllmEngine:
     def generate(
         self, requests: list[Request], on_finish: Callable[[int, Completion], None] | None = None
     ) -> list[Completion]:
-        """Finish all requests; completions in request order, ``on_finish(index, completion)`` as they end."""
-        done: dict[int, Completion] = {}
+        """Finish all requests, a few batches at a time; completions in request order, ``on_finish(index, completion)``
+        for each of a piece when it is done."""
+        done: list[Completion] = []
         with _told("to load the model"):
-            engine = self._load(max(len(r.prompt_ids) + r.params.max_tokens for r in requests)).llm_engine
-        with _told("to take the requests"):
-            for index, request in enumerate(requests):
-                prompt = {"prompt_token_ids": list(request.prompt_ids)}
-                engine.add_request(str(index), prompt, self._params(request.params))
-        for index, output in _finished(engine):
-            done[index] = completion(requests[index], output)
-            if on_finish:
-                on_finish(index, done[index])
-        return [done[index] for index in range(len(requests))]
+            llm = self._load(max(len(r.prompt_ids) + r.params.max_tokens for r in requests))
+        while len(done) < len(requests):
+            piece = requests[len(done) : len(done) + PIECE * self._batch]
+            with _told("to finish a piece"):
+                outputs = llm.generate(*self._asked(piece), use_tqdm=False)
+            for request, output in zip(piece, outputs, strict=True):
+                done.append(completion(request, output.outputs[0]))
+                if on_finish:
+                    on_finish(len(done) - 1, done[-1])
+        return done
 
     def _load(self, longest: int) -> Any:
         return self._vllm.LLM(
@@ -83,6 +87,10 @@ class VllmEngine:
             generation_config="vllm",  # not the checkpoint's own sampling defaults
             logprobs_mode="processed_logprobs",
         )
+
+    def _asked(self, requests: Sequence[Request]) -> tuple[list[dict[str, Any]], list[Any]]:
+        prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
+        return prompts, [self._params(request.params) for request in requests]
 
     def _params(self, params: SamplingParams) -> Any:
         from vllm.sampling_params import RequestOutputKind
@@ -107,9 +115,7 @@ def completion(request: Request, output: Any) -> Completion:
     has no log-probabilities at all."""
     tokens, reason = tuple(output.token_ids), output.finish_reason
     if reason not in ("stop", "length"):
-        raise DsparkError(
-            f"vllm: expected sequences that end by stop or length, but one ended by {reason!r}. Run again."
-        )
+        raise DsparkError(f"vllm: expected sequences to end by stop or length, but one ended by {reason!r}.")
     if output.logprobs is None or len(output.logprobs) != len(tokens):
         got = "none" if output.logprobs is None else str(len(output.logprobs))
         raise DsparkError(
@@ -133,18 +139,12 @@ def _logprob(row: Any, token: int) -> float:
     return math.nan if found is None or found.logprob is None else float(found.logprob)
 
 
-def _finished(engine: Any) -> Iterator[tuple[int, Any]]:
-    """(request's index, its one output) as they end."""
-    while engine.has_unfinished_requests():
-        with _told("to go on"):
-            outputs = engine.step()
-        yield from ((int(output.request_id), output.outputs[0]) for output in outputs if output.finished)
-
-
 @contextmanager
 def _told(what: str) -> Iterator[None]:
+    """vLLM's errors as ours, and its words on stderr: stdout is the summary's."""
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     except Exception as error:  # whatever vLLM and its libraries raise
         first = (str(error).strip().splitlines() or [""])[0]
         raise DsparkError(
@@ -154,12 +154,14 @@ def _told(what: str) -> Iterator[None]:
 
 
 def _import_vllm() -> ModuleType:
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         import vllm
     except Exception as error:  # a build for other hardware fails with whatever it does not find
         raise DsparkError(
-            f"engine vllm: expected vLLM in this environment, but got {type(error).__name__}: {error}. It brings a torch "
-            "of its own: install both into an environment of their own (docs/rollouts.md says how), or leave out "
+            f"engine vllm: expected vLLM in this environment, but got {type(error).__name__}: {error}. It brings a "
+            "torch of its own: install both into an environment of their own (docs/rollouts.md says how), or leave out "
             "--engine."
         ) from error
     return vllm

@@ -14,9 +14,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from itertools import groupby
 from queue import SimpleQueue
@@ -216,7 +217,8 @@ def _running(ray: ModuleType, count: int) -> Iterator[int]:
     if ours:
         _start(ray, count)
     try:
-        yield _threads(ray, count)
+        with redirect_stdout(sys.stderr):  # Ray prints there that a worker died; stdout is the summary's
+            yield _threads(ray, count)
     finally:
         if ours:
             ray.shutdown()
