@@ -61,11 +61,12 @@ class TrajectoryWriter:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = Lock(self._folder)
         except OSError as error:
-            raise DsparkError(
-                f"{folder}: expected a folder that can be written, but got: {error.strerror or error}."
-            ) from error
+            raise _unwritable(self._folder, error) from error
         try:
             self._open(new)
+        except OSError as error:
+            self._lock.release()
+            raise _unwritable(self._folder, error) from error
         except BaseException:
             self._lock.release()
             raise
@@ -203,6 +204,13 @@ def write_shard(folder: Path, index: int, entries: Sequence[Entry]) -> dict[str,
         atomic_write(folder / name, data)
         record[name.partition("-")[0]] = {"file": name, "sha256": hashlib.sha256(data).hexdigest(), "rows": rows}
     return record
+
+
+def _unwritable(folder: Path, error: OSError) -> DsparkError:
+    return DsparkError(
+        f"{folder}: expected a folder that can be written, but got: {error.strerror or error}. Make room or make it "
+        "writable and run again, or choose another; what is finished is kept."
+    )
 
 
 def _id_of(entry: Entry) -> str:

@@ -119,8 +119,8 @@ def completion(request: Request, output: Any) -> Completion:
     if output.logprobs is None or len(output.logprobs) != len(tokens):
         got = "none" if output.logprobs is None else str(len(output.logprobs))
         raise DsparkError(
-            f"vllm: expected a log-probability for each of {len(tokens)} tokens, but got {got}. Is this release of vLLM "
-            "one that docs/rollouts.md names?"
+            f"vllm: expected a log-probability for each of {len(tokens)} tokens, but got {got}. Is this a release of "
+            "vLLM that docs/rollouts.md names?"
         )
     logprobs = tuple(_logprob(row, token) for row, token in zip(output.logprobs, tokens, strict=True))
     raw = logprobs if is_raw(request.params) else (math.nan,) * len(tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -141,6 +142,25 @@ def test_damage_before_the_last_line_is_refused(fakes, tmp_path, byte):
         fakes.run(folder)
     assert journal.read_bytes() == data
     assert not (folder / LOCK_NAME).exists()
+
+
+def test_flipped_bits_in_the_journal_never_show(fakes, finished, tmp_path):
+    """Refused by name, or, in the last line, that trajectory is generated again: never a wrong value."""
+    refused, draw = 0, random.Random(2)
+    data = crashed_journal(fakes, tmp_path / "source", after=2).read_bytes()
+    for i in range(60):
+        folder = tmp_path / str(i)
+        flipped = bytearray(data)
+        flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        crashed_journal(fakes, folder, after=2).write_bytes(flipped)
+        try:
+            fakes.run(folder)
+        except DsparkError as error:
+            refused += 1
+            assert "journal.jsonl: expected a whole line 1" in str(error)
+        else:
+            assert fakes.contents(folder) == fakes.contents(finished)
+    assert 0 < refused < 60
 
 
 def test_journal_of_another_run_is_refused(fakes, tmp_path):
