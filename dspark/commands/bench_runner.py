@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from dspark.bench import depth, replaying, verifying
+from dspark.commands.bench_rollouts import RolloutsOptions, add_rollouts_arguments
 from dspark.commands.recipe_options import share, whole_number
 from dspark.commands.running import Loaded, load, load_curve
 from dspark.contracts import DsparkError, Request, SamplingParams
@@ -30,8 +31,9 @@ from dspark.training.sources import refuse_chosen
 
 # Which of the measurements an option is for.
 BELONGS = {
-    "prompts": ("verify", "replay"), "limit": ("verify", "replay"), "max_tokens": ("verify", "replay"),
-    "drafter": ("verify",), "batch": ("verify",), "curve": ("verify",), "threshold": ("verify",),
+    "prompts": ("verify", "replay", "rollouts"), "limit": ("verify", "replay", "rollouts"),
+    "max_tokens": ("verify", "replay", "rollouts"), "samples": ("rollouts",), "kills": ("rollouts",),
+    "drafter": ("verify", "rollouts"), "batch": ("verify",), "curve": ("verify",), "threshold": ("verify",),
     "keep": ("replay",), "rollouts": ("acceptance",),
 }  # fmt: skip
 PROMPTS = "data/prompts/test.jsonl"
@@ -61,14 +63,18 @@ class ReplayOptions:
 
 
 def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of verify, acceptance and replay; None where not given, so that one that would be ignored is refused."""
-    of, cut, many = VerifyOptions(), ReplayOptions(), whole_number(1)
-    parser.add_argument("--drafter", help="for verify: an exported draft model")
-    parser.add_argument("--prompts", help=f"for verify and replay: a prompt file (default: {PROMPTS})")
-    parser.add_argument("--limit", type=many, help=f"for verify and replay: so many prompts (default: {of.limit})")
+    """Options of verify, acceptance, replay and rollouts; None where not given, so that one that would be ignored is
+    refused."""
+    of, cut, rolled, many = VerifyOptions(), ReplayOptions(), RolloutsOptions(), whole_number(1)
+    parser.add_argument("--drafter", help="for verify and rollouts: an exported draft model")
+    parser.add_argument("--prompts", help=f"for verify, replay, rollouts: a prompt file (default: {PROMPTS})")
     parser.add_argument(
-        "--max_tokens", type=many, help=f"of an answer, for verify (default: {of.max_tokens}) and replay "
-        f"({cut.max_tokens})"
+        "--limit", type=many, help=f"so many prompts, for verify and replay (default: {of.limit}) and rollouts "
+        f"({rolled.limit})"
+    )  # fmt: skip
+    parser.add_argument(
+        "--max_tokens", type=many, help=f"of an answer, for verify (default: {of.max_tokens}), replay "
+        f"({cut.max_tokens}) and rollouts ({rolled.max_tokens})"
     )  # fmt: skip
     parser.add_argument("--batch", type=many, help=f"for verify: requests at once (default: {of.batch})")
     parser.add_argument("--curve", help="for verify: what `dspark profile` wrote (default: measured first)")
@@ -78,6 +84,7 @@ def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
         "and the one from which a cut is exact)"
     )  # fmt: skip
     parser.add_argument("--rollouts", nargs="+", help="for acceptance: rollouts with rounds")
+    add_rollouts_arguments(parser)
 
 
 def _options(kind: type[T], args: argparse.Namespace) -> T:

@@ -153,14 +153,20 @@ def test_flipped_bits_in_the_journal_never_show(fakes, finished, tmp_path):
         flipped = bytearray(data)
         flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         crashed_journal(fakes, folder, after=2).write_bytes(flipped)
-        try:
-            fakes.run(folder)
-        except DsparkError as error:
-            refused += 1
-            assert "journal.jsonl: expected a whole line 1" in str(error)
-        else:
-            assert fakes.contents(folder) == fakes.contents(finished)
+        said = refusal(fakes, folder)
+        refused += bool(said)
+        assert said == "" or "journal.jsonl: expected a whole line 1" in said
+        assert said or fakes.contents(folder) == fakes.contents(finished)
     assert 0 < refused < 60
+
+
+def refusal(fakes, folder: Path) -> str:
+    """What a run says that does not go on; "" for one that does."""
+    try:
+        fakes.run(folder)
+    except DsparkError as error:
+        return str(error)
+    return ""
 
 
 def test_journal_of_another_run_is_refused(fakes, tmp_path):
