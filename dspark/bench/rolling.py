@@ -100,6 +100,8 @@ def roll(way: Way, shared: Sequence[str], out: Path) -> Rolled:
 
 def rolled(way: Way, out: Path, summary: dict[str, Any]) -> Rolled:
     """The row of a finished folder, all of its hashes checked."""
+    resumed = summary["resumed"]
+    assert (resumed > 0) == (way.kills > 0), f"{way.title}: {resumed} trajectories were there before its last start"
     manifest, digest = verify_hashes(out), hashlib.sha256()
     for entry in manifest["shards"]:
         digest.update((out / entry["trajectories"]["file"]).read_bytes())

@@ -73,7 +73,7 @@ def _measure(
     with tqdm(desc="rollouts", total=len(chosen), unit="run", disable=quiet, file=sys.stderr, leave=False) as bar:
 
         def run(way: rolling.Way) -> rolling.Rolled:
-            done = _run(way, config, folder / str(bar.n))
+            done = _run(way, config, folder / f"run-{chosen.index(way)}")
             _check(way, done)
             bar.update()
             return done
