@@ -23,7 +23,7 @@ from dspark.rollouts.journal import JOURNAL_NAME
 from dspark.rollouts.store import verify_hashes
 
 _ROOTS = tuple(str(Path(__file__).parents[2] / part) for part in (".", "kernels"))  # so that a checkout finds itself
-_POLL = 0.02  # seconds between looks at a journal
+_POLL = 0.005  # seconds between looks at a journal
 
 
 @dataclass(frozen=True)
