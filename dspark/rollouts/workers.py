@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -231,6 +232,7 @@ def _start(ray: ModuleType, count: int) -> None:
     if not address:  # "local": not one that somebody else has started on this machine
         quiet |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE, "num_cpus": max(_cores(), count)}
     try:
+        _knock(address or "")
         ray.init(address=address or "local", **quiet)
     except Exception as error:  # Ray's own, and whatever its start brings up
         where = f"at RAY_ADDRESS={address}" if address else "on this machine"
@@ -238,6 +240,13 @@ def _start(ray: ModuleType, count: int) -> None:
             f"workers: expected Ray {where}, but got {type(error).__name__}: {_first_line(error)} Mend that, or leave "
             "out --workers."
         ) from error
+
+
+def _knock(address: str) -> None:
+    """Raises OSError where nobody listens at host:port: Ray would ask for minutes. Other forms are Ray's matter."""
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if separator and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=5).close()
 
 
 def _threads(ray: ModuleType, count: int) -> int:

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
-from dspark.contracts import DsparkError, Request, SamplingParams
+from dspark.contracts import DsparkError
 from dspark.rollouts import workers
 from dspark.rollouts.journal import JOURNAL_NAME
 from dspark.rollouts.manifest import read_manifest
 
 ray: Any = pytest.importorskip("ray", reason="Ray is not installed (pip install 'dspark[ray]')")
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.slow  # every worker is a process that imports torch
 
 
 def environment() -> dict[str, str]:
@@ -121,42 +122,6 @@ def test_more_workers_than_cores_of_a_cluster(fakes, engines, tmp_path):
         fakes.run(tmp_path / "run", engines.over(partial(engines.healthy, fakes.facts()), 99))
 
 
-def test_without_ray(fakes, engines, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(DsparkError, match=r"it is not installed\. Install it: pip install"):
-        engines.over(partial(engines.healthy, {}), 2)
-
-
-def requests(groups: list[int]) -> list[Request]:
-    return [Request((1, group), SamplingParams(seq_seed=i)) for i, group in enumerate(groups)]
-
-
-@pytest.mark.parametrize(
-    ("groups", "count", "batch", "sizes"),
-    [
-        ([0, 0, 0, 1, 1, 1, 2, 2, 2], 3, 8, [3, 3, 3]),  # whole groups though a quarter of a share is less
-        ([0] * 8, 3, 8, [1] * 8),  # one prompt alone is shared out
-        ([0] * 8, 1, 2, [4, 4]),  # never more than two batches
-        (list(range(100)), 2, 8, [13] * 7 + [9]),
-        ([0, 1], 3, 8, [1, 1]),
-        ([], 3, 8, []),
-    ],
-)
-def test_pieces(groups, count, batch, sizes):
-    found = workers.pieces(requests(groups), count, batch)
-    assert [len(piece.places) for piece in found] == sizes
-    assert [place for piece in found for place in piece.places] == list(range(len(groups)))
-
-
-def test_an_engine_as_an_iterator(fakes):
-    asked = [Request((1, i), SamplingParams(seq_seed=i, max_tokens=3)) for i in range(5)]
-    found = dict(workers.streamed(fakes.FakeEngine(), asked, 1))
-    assert [found[i] for i in range(5)] == [fakes.complete(request) for request in asked]
-    with pytest.raises(RuntimeError, match="crash"):
-        list(workers.streamed(fakes.FakeEngine(stop_after=2), asked, 1))
-
-
-@pytest.mark.slow
 def test_the_writer_killed_and_resumed_with_another_number_of_workers(fakes, engines, finished, tmp_path):
     folder, kept = tmp_path / "run", 0
     for count in (3, 2):
