@@ -172,9 +172,7 @@ def _reward(
     sample = RewardInput(
         prompt_id=prompt.prompt_id,
         domain=prompt.domain,
-        messages=copy.deepcopy(
-            tuple(prompt.messages)
-        ),  # its own: the prompt's other samples see the question as it was
+        messages=copy.deepcopy(tuple(prompt.messages)),  # its own: other samples see the question as it was
         prompt_ids=request.prompt_ids,
         response_ids=tuple(completion.token_ids),
         text=decode(completion.token_ids) if decode else "",

@@ -28,9 +28,7 @@ def test_a_cluster_that_is_not_there(monkeypatch):
     ray.__dict__.update(is_initialized=lambda: False, init=None)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(
-        DsparkError, match=r"Ray at RAY_ADDRESS=127\.0\.0\.1:1, but got ConnectionRefusedError"
-    ):
+    with pytest.raises(DsparkError, match=r"Ray at RAY_ADDRESS=127\.0\.0\.1:1, but got ConnectionRefusedError"):
         Workers(lambda: None, 2, 4, {}).generate(requests([0, 1]))
 
 
