@@ -130,7 +130,7 @@ class _Run:
         if deaths > DEATHS:
             raise DsparkError(
                 f"workers: expected them to live, but {deaths} in a row died over the same {len(left)} requests, the "
-                f"last one so: {_first_line(error)} Give them more memory or fewer of them; what is finished is kept, "
+                f"last one so: {_first_line(error)}. Give them more memory or fewer of them; what is finished is kept, "
                 "and the same command goes on."
             ) from error
         return Piece(left, deaths)
@@ -237,7 +237,7 @@ def _start(ray: ModuleType, count: int) -> None:
     except Exception as error:  # Ray's own, and whatever its start brings up
         where = f"at RAY_ADDRESS={address}" if address else "on this machine"
         raise DsparkError(
-            f"workers: expected Ray {where}, but got {type(error).__name__}: {_first_line(error)} Mend that, or leave "
+            f"workers: expected Ray {where}, but got {type(error).__name__}: {_first_line(error)}. Mend that, or leave "
             "out --workers."
         ) from error
 
@@ -269,4 +269,4 @@ def _told(error: Any) -> BaseException:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

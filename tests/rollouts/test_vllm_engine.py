@@ -221,9 +221,7 @@ def test_a_damaged_file_of_those_set_aside_is_found(fakes, vllm, tmp_path, flip)
 
 
 def test_recomputed_logprobs_are_ours_and_are_rescored(fakes, vllm, tmp_path):
-    vllm.change = lambda i, o: replace_logprobs(
-        o, lambda o: [{k: shifted(v) for k, v in row.items()} for row in o.logprobs]
-    )
+    vllm.change = lambda i, o: replace_logprobs(o, lambda o: [shifted(row) for row in o.logprobs])
     summary, generator = collected(fakes, tmp_path / "run", recompute=True, temperature=0.5, top_p=0.9)
     compared = generator.compared
     assert compared.tokens == compared.differing == summary["tokens"]
