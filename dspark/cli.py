@@ -53,7 +53,7 @@ VERBS: dict[str, Verb] = {
     "ablate": Verb("dspark.commands.ablate", "variants of one recipe, trained for equal time and compared"),
     "bench": Verb(
         "dspark.commands.bench",
-        "measure invariance, its cost, training steps, ways to verify, cut prompts",
+        "measure invariance, its cost, training steps, ways to verify, cut prompts, rollouts",
     ),
     "doctor": Verb("dspark.commands.doctor", "check compiler, kernels and invariance on this machine"),
     "profile": Verb("dspark.commands.profile", "measure what a round costs here by the rows in it: the capacity curve"),

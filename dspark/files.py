@@ -42,7 +42,8 @@ def atomic_write(path: str | Path, data: bytes | memoryview | str) -> None:
         sync_dir(path.parent)
     except OSError as error:
         raise DsparkError(
-            f"{path}: expected a place that can be written, but got: {error.strerror or error}."
+            f"{path}: expected a place that can be written, but got: {error.strerror or error}. Make room or make it "
+            "writable and run again; what was there is as it was."
         ) from error
     finally:
         with suppress(OSError):

@@ -54,6 +54,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "lightning": ("training", "rl", "lightning_cli"),
     "pytorch_lightning": (),
     "jsonargparse": ("lightning_cli",),
+    "ray": ("dspark/rollouts/workers.py",),
+    "vllm": ("dspark/rollouts/vllm_engine.py",),
     "torchmetrics": ("training", "calibration"),
     "triton": ("dspark_kernels",),
     "datasets": ("corpus",),

@@ -43,7 +43,8 @@ MATCHING, WHOLE, PLAIN, SPECULATIVE = "matching", "whole prompts", "plain", "spe
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Of one side, seconds: minimum, median, maximum over the repeats. ratio: of its step to the plain one of the same
-    repeat. differs: the largest difference between a recorded log-probability and the trainer's. tau: tokens a round."""
+    repeat. differs: the largest difference between a recorded log-probability and the trainer's. tau: tokens a round.
+    """
 
     rollout: tuple[float, float, float]
     update: tuple[float, float, float]

@@ -17,6 +17,9 @@ written before and, with --drafter, a draft model and both, over two epochs of s
 check. acceptance counts recorded rounds by slot and context depth. replay says what a cut prefill of a decoder-decoder
 target costs in truth, over a greedy answer's tokens, and saves in time; short prompts are joined until they are longer
 than the longest suffix that is tried.
+
+rollouts makes one rollout again and again (batch sizes, shuffled prompts, workers, threads, prompt chunks, kill -9 and
+resume, the draft model) and compares the hashes of its trajectory shards; it exits with 1 where one differs.
 Run all with nothing else running.
 """
 
@@ -35,7 +38,7 @@ from tqdm import tqdm
 from dspark.bench import judging, looking_up, replaying, step, verifying
 from dspark.bench.invariance import Counted, discriminating, sweep
 from dspark.bench.tax import REPEATS, ROWS, Tax, tax
-from dspark.commands import bench_runner
+from dspark.commands import bench_rollouts, bench_runner
 from dspark.commands.recipe_options import whole_number
 from dspark.contracts import DsparkError
 from dspark.target.load import EMBEDDED, load_target
@@ -50,6 +53,7 @@ examples:
   dspark bench tax --dtype bfloat16 --rows 1 32 --json
   dspark bench verify --drafter runs/demo/bundle
   dspark bench lookup --batch 1 --limit 4
+  dspark bench rollouts --drafter runs/demo/bundle
   dspark bench acceptance --rollouts runs/demo/events/test
   dspark bench replay --target runs/yoco/target --dtype float32
   dspark bench step --shape vocabulary=32000 anchors=32 --losses l1=0 coupled=0.9
@@ -58,9 +62,11 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dspark bench`."""
-    parser.add_argument("what", choices=tuple(_BENCHES), metavar="what", help="one of " + ", ".join(_BENCHES))
+    parser.add_argument("what", choices=tuple(_BENCHES), metavar="WHAT", help=f"one of {', '.join(_BENCHES)}")
     parser.add_argument("--target", default=EMBEDDED, help="the model, or whose shapes: a folder, hub id or .gguf file")
-    parser.add_argument("--dtype", choices=DTYPES, help="one dtype (default: both; verify, lookup, replay: bfloat16)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="one dtype (default: both; verify, lookup, replay, rollouts: bfloat16)"
+    )
     parser.add_argument("--rows", type=whole_number(1), nargs="+", help="rows of a pass, for tax (default: 1 8 32 128)")
     parser.add_argument(
         "--repeats",
@@ -97,7 +103,7 @@ def _measure(args: argparse.Namespace) -> int:
 def _check_options(args: argparse.Namespace) -> None:
     """Refuses an option that would be ignored."""
     belongs = {"rows": ("tax",), "repeats": ("tax", "step", "verify", "lookup", "replay"), "shape": ("step",),
-               "losses": ("step",), "dtype": ("tax", "invariance", "verify", "lookup", "replay"),
+               "losses": ("step",), "dtype": ("tax", "invariance", "verify", "lookup", "replay", "rollouts"),
                **bench_runner.BELONGS}  # fmt: skip
     given = [name for name in belongs if getattr(args, name) not in (None, [])]
     foreign = [f"--{name}" for name in given if args.what not in belongs[name]]
@@ -242,4 +248,5 @@ def _tax_text(found: dict[str, list[Tax]]) -> str:
 _BENCHES: dict[str, Callable[[argparse.Namespace], int]] = {
     "invariance": _invariance, "tax": _tax, "step": _step, "metrics": _metrics, "verify": bench_runner.verify,
     "lookup": bench_runner.lookup, "acceptance": bench_runner.acceptance, "replay": bench_runner.replay,
+    "rollouts": bench_rollouts.rollouts,
 }  # fmt: skip

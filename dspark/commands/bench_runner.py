@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from dspark.bench import depth, looking_up, replaying, verifying
 from dspark.bench.timed import room
+from dspark.commands.bench_rollouts import RolloutsOptions, add_rollouts_arguments
 from dspark.commands.recipe_options import share, whole_number
 from dspark.commands.running import Loaded, drafters_rounds, load, load_curve
 from dspark.contracts import DsparkError, Request, SamplingParams
@@ -32,9 +33,10 @@ from dspark.training.sources import refuse_chosen
 
 # Which of the measurements an option is for.
 BELONGS = {
-    "prompts": ("verify", "lookup", "replay"), "limit": ("verify", "lookup", "replay"),
-    "max_tokens": ("verify", "lookup", "replay"), "drafter": ("verify", "lookup"), "batch": ("verify", "lookup"),
-    "curve": ("verify", "lookup"), "threshold": ("verify",), "samples": ("lookup",), "width": ("lookup",),
+    "prompts": ("verify", "lookup", "replay", "rollouts"), "limit": ("verify", "lookup", "replay", "rollouts"),
+    "max_tokens": ("verify", "lookup", "replay", "rollouts"), "samples": ("lookup", "rollouts"),
+    "drafter": ("verify", "lookup", "rollouts"), "batch": ("verify", "lookup"), "curve": ("verify", "lookup"),
+    "threshold": ("verify",), "width": ("lookup",), "kills": ("rollouts",),
     "keep": ("replay",), "rollouts": ("acceptance",),
 }  # fmt: skip
 PROMPTS = "data/prompts/test.jsonl"
@@ -77,15 +79,24 @@ class ReplayOptions:
 
 
 def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of verify, acceptance and replay; None where not given, so that one that would be ignored is refused."""
-    of, up, cut, many = VerifyOptions(), LookupOptions(), ReplayOptions(), whole_number(1)
-    parser.add_argument("--drafter", help="for verify, and if you like for lookup: an exported draft model")
-    parser.add_argument("--prompts", help=f"for verify, lookup and replay: a prompt file (default: {PROMPTS})")
-    parser.add_argument("--limit", type=many, help=f"for those: so many prompts (default: {of.limit})")
-    parser.add_argument("--samples", type=many, help=f"for lookup: of each prompt and epoch (default: {up.samples})")
+    """Options of verify, lookup, acceptance, replay and rollouts; None where not given, so that one that would be
+    ignored is refused."""
+    of, up, cut, rolled, many = VerifyOptions(), LookupOptions(), ReplayOptions(), RolloutsOptions(), whole_number(1)
     parser.add_argument(
-        "--max_tokens", type=many, help=f"of an answer, for verify, lookup (default: {of.max_tokens}) and replay "
-        f"({cut.max_tokens})"
+        "--drafter", help="for verify, and if you like for lookup and rollouts: an exported draft model"
+    )
+    parser.add_argument("--prompts", help=f"for verify, lookup, replay, rollouts: a prompt file (default: {PROMPTS})")
+    parser.add_argument(
+        "--limit", type=many, help=f"so many prompts, for verify, lookup, replay (default: {of.limit}) and rollouts "
+        f"({rolled.limit})"
+    )  # fmt: skip
+    parser.add_argument(
+        "--samples", type=many, help=f"of a prompt, for lookup (in an epoch; default: {up.samples}) and rollouts "
+        f"({rolled.samples})"
+    )  # fmt: skip
+    parser.add_argument(
+        "--max_tokens", type=many, help=f"of an answer, for verify, lookup (default: {of.max_tokens}), replay "
+        f"({cut.max_tokens}) and rollouts ({rolled.max_tokens})"
     )  # fmt: skip
     parser.add_argument("--batch", type=many, help=f"for verify and lookup: requests at once (default: {of.batch})")
     parser.add_argument("--width", type=many, help=f"for lookup: most drafts looked up (default: {up.width})")
@@ -99,6 +110,7 @@ def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
         "and the one from which a cut is exact)"
     )  # fmt: skip
     parser.add_argument("--rollouts", nargs="+", help="for acceptance: rollouts with rounds")
+    add_rollouts_arguments(parser)
 
 
 def _options(kind: type[T], args: argparse.Namespace) -> T:

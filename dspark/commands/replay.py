@@ -15,8 +15,8 @@ from dataclasses import asdict
 from dspark.commands.recipe_options import whole_number
 from dspark.commands.running import load, progress
 from dspark.contracts import DsparkError
-from dspark.rollouts.manifest import read_manifest
-from dspark.rollouts.replay import ReplayResult, replay
+from dspark.rollouts.replay import ReplayResult, replay, sampled_by_us
+from dspark.rollouts.store import verify_hashes
 
 EXAMPLES = """
 examples:
@@ -66,8 +66,9 @@ def replay_folder(
     quiet: bool = False,
 ) -> ReplayResult:
     """Replay with the models the manifest's config names, or those given instead."""
-    recorded = read_manifest(folder)["run"]
+    recorded = verify_hashes(folder)["run"]  # damage is said before anything is loaded
     config = recorded["config"]
+    sampled_by_us(folder, recorded, rescore)
     truncation = config.get("truncation", "off")
     if rescore and truncation != "off":
         raise DsparkError(
@@ -88,7 +89,8 @@ def replay_folder(
 def as_text(result: ReplayResult) -> str:
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
-    counted = f"{result.checked} trajectories, {result.tokens} tokens regenerated"
+    how = "regenerated" if result.regenerated else "rescored (another engine sampled them)"
+    counted = f"{result.checked} trajectories, {result.tokens} tokens {how}"
     if result.ok:
         return f"{counted}: every bit equal"
     return f"{counted}: {result.differing_bits} bits differ, first at {result.first_difference}"

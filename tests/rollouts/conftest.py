@@ -41,7 +41,7 @@ def _no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def finished(fakes: ModuleType, tmp_path: Path) -> Path:
-    """A complete run: 18 trajectories in 4 shards."""
+    """A complete run: 18 trajectories of 6 prompts in 6 shards."""
     folder = tmp_path / "finished"
     fakes.run(folder)
     return folder

@@ -122,6 +122,7 @@ def facts(**changes: Any) -> dict[str, Any]:
     return run_facts(**{**base, **changes})
 
 
+# 18 trajectories; a shard of 5 takes one whole group of 3.
 CONFIG = RolloutConfig(samples_per_prompt=3, max_tokens=9, shard_size=5, stop_ids=(STOP,), run_seed=11)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -167,3 +168,40 @@ def test_hashes_come_before_the_engine(fakes, finished):
     with pytest.raises(DsparkError, match=r"rounds-00003\.parquet: expected shard 3 with sha256"):
         replay(finished, engine, 1, 0, fakes.facts())
     assert engine.generated == 0
+
+
+@pytest.mark.parametrize("name", ["trajectories-00002.parquet", "rounds-00004.parquet", "manifest.json"])
+def test_a_flipped_bit_is_found_by_its_hash_before_anything_is_generated(fakes, finished, name):
+    path, draw, engine = finished / name, random.Random(3), fakes.FakeEngine()
+    data = path.read_bytes()
+    for _ in range(40):
+        flipped = bytearray(data)
+        flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises(DsparkError, match=rf"{name.partition('-')[0].partition('.')[0]}"):
+            replay(finished, engine, 1, 0, fakes.facts())
+    assert engine.generated == 0
+
+
+@pytest.mark.parametrize("size", [0, 1, 500])
+def test_a_truncated_shard_is_named(fakes, finished, size):
+    path, engine = finished / "trajectories-00001.parquet", fakes.FakeEngine()
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(DsparkError, match=rf"trajectories-00001\.parquet: expected shard 1 .* but its {size} bytes"):
+        replay(finished, engine, None, 0, fakes.facts())
+    assert engine.generated == 0
+
+
+def test_an_unfinished_run_is_not_replayed(fakes, tmp_path):
+    with pytest.raises(RuntimeError):
+        fakes.run(tmp_path / "part", fakes.FakeEngine(stop_after=7))
+    with pytest.raises(DsparkError, match="expected a complete run"):
+        replay(tmp_path / "part", fakes.FakeEngine(), None, 0, fakes.facts())
+
+
+def test_another_tokenizer_changes_no_bit_and_is_said(fakes, finished):
+    result = replay(finished, fakes.FakeEngine(), None, 0, fakes.facts(tokenizer="ee" * 32))
+    assert result.ok
+    (note,) = result.notes
+    assert "token ids are the record" in note
+    assert "a reward that read it, would be another" in note

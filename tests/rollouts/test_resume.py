@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 
 from dspark.contracts import DsparkError
 from dspark.rollouts.journal import JOURNAL_NAME, LOCK_NAME
-from dspark.rollouts.manifest import check_same_run, identity, read_manifest
+from dspark.rollouts.manifest import read_manifest, write_manifest
+from dspark.rollouts.replay import replay
+from dspark.rollouts.store import TrajectoryWriter, read_trajectories
+from dspark.training.sources import read_samples
 
 
 def drive(*arguments: str) -> int:
@@ -59,7 +63,7 @@ def test_crash_resumes_what_is_missing_only(fakes, finished, tmp_path, after):
 
 def test_a_full_shard_is_written_before_the_run_ends(fakes, tmp_path):
     with pytest.raises(RuntimeError):
-        fakes.run(tmp_path / "run", fakes.FakeEngine(batch=1, stop_after=11))
+        fakes.run(tmp_path / "run", fakes.FakeEngine(batch=1, stop_after=8))
     assert (tmp_path / "run" / "trajectories-00001.parquet").exists()
     assert not (tmp_path / "run" / "trajectories-00002.parquet").exists()
 
@@ -140,6 +144,31 @@ def test_damage_before_the_last_line_is_refused(fakes, tmp_path, byte):
     assert not (folder / LOCK_NAME).exists()
 
 
+def test_flipped_bits_in_the_journal_never_show(fakes, finished, tmp_path):
+    """Refused by name, or, in the last line, that trajectory is generated again: never a wrong value."""
+    refused, draw = 0, random.Random(2)
+    data = crashed_journal(fakes, tmp_path / "source", after=2).read_bytes()
+    for i in range(60):
+        folder = tmp_path / str(i)
+        flipped = bytearray(data)
+        flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        crashed_journal(fakes, folder, after=2).write_bytes(flipped)
+        said = refusal(fakes, folder)
+        refused += bool(said)
+        assert said == "" or "journal.jsonl: expected a whole line 1" in said
+        assert said or fakes.contents(folder) == fakes.contents(finished)
+    assert 0 < refused < 60
+
+
+def refusal(fakes, folder: Path) -> str:
+    """What a run says that does not go on; "" for one that does."""
+    try:
+        fakes.run(folder)
+    except DsparkError as error:
+        return str(error)
+    return ""
+
+
 def test_journal_of_another_run_is_refused(fakes, tmp_path):
     other = crashed_journal(fakes, tmp_path / "other").read_bytes()
     with pytest.raises(RuntimeError):
@@ -174,8 +203,24 @@ def test_other_settings_are_named(fakes, tmp_path, config, base, message):
 
 def test_other_prompts_are_named(fakes, tmp_path):
     crashed_journal(fakes, tmp_path / "run")
-    with pytest.raises(DsparkError, match=r"got others: prompts was '"):
-        fakes.run(tmp_path / "run", prompts=fakes.make_prompts()[::-1])
+    with pytest.raises(DsparkError, match=r"got others: order.trajectories was 18, now 15; prompts was '"):
+        fakes.run(tmp_path / "run", prompts=fakes.make_prompts()[1:])
+
+
+def test_shuffled_prompts_continue_a_run_and_its_given_order_stays(fakes, finished, tmp_path):
+    crashed_journal(fakes, tmp_path / "run", after=7)
+    fakes.run(tmp_path / "run", prompts=fakes.make_prompts()[::-1])
+    assert fakes.contents(tmp_path / "run") == fakes.contents(finished)
+
+
+def test_another_version_of_the_reward_is_refused(fakes, tmp_path):
+    config = fakes.with_config(reward=f"{tmp_path}/reward.py:f")
+    (tmp_path / "reward.py").write_text("def f(sample): return 1")
+    with pytest.raises(RuntimeError):
+        fakes.run(tmp_path / "run", fakes.FakeEngine(stop_after=4), config)
+    (tmp_path / "reward.py").write_text("def f(sample): return 2")
+    with pytest.raises(DsparkError, match="reward_code was"):
+        fakes.run(tmp_path / "run", config=config)
 
 
 def test_batch_size_threads_and_paths_may_change(fakes, tmp_path):
@@ -184,14 +229,44 @@ def test_batch_size_threads_and_paths_may_change(fakes, tmp_path):
     fakes.run(tmp_path / "run", config=config, base=fakes.facts(threads=2, kernels={"sources": "dd", "threads": 2}))
 
 
-def test_a_manifest_of_an_earlier_release_means_what_it_did() -> None:
-    """It lacks what came later: a run with the old meaning goes on, any other is refused in plain words."""
-    now = {"run.config.policy": "fixed", "run.curve": None, "run.config.truncation": "off", "run.config.keep_tokens": 0}
-    nested = {"run": {"config": {"seed": 1, "policy": "fixed", "truncation": "off", "keep_tokens": 0}, "curve": None}}
-    rest = {"order": {"sha256": "a"}, "shard_size": 4}
-    old = {"run": {"config": {"seed": 1}}, **rest}
-    assert now.keys() <= identity({**nested, **rest}).keys()
-    check_same_run(old, {**nested, **rest}, Path("x"))
-    nested["run"]["config"]["policy"] = "global"
-    with pytest.raises(DsparkError, match="policy was not recorded, now 'global'"):
-        check_same_run(old, {**nested, **rest}, Path("x"))
+def earlier(fakes, source: Path, folder: Path, complete: bool = True) -> list:
+    """A folder as the first release made it: trajectories in the order of the prompt file, which its manifest does not
+    say. Returns them."""
+    trajectories = sorted(read_trajectories(source), key=lambda t: t.prompt_id, reverse=True)
+    run = read_manifest(source)["run"]
+    with TrajectoryWriter(folder, run, [t.trajectory_id for t in trajectories], 5) as writer:
+        for t in trajectories if complete else trajectories[:7]:
+            writer.add(t)
+        if complete:
+            writer.finish()
+    manifest = read_manifest(folder)
+    del manifest["given"]
+    write_manifest(folder, {**manifest, "version": 1})
+    return trajectories
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_folder_of_an_earlier_release_is_not_continued(fakes, finished, tmp_path, complete):
+    folder = tmp_path / "old"
+    earlier(fakes, finished, folder, complete)
+    before, engine = fakes.contents(folder), fakes.FakeEngine()
+    with pytest.raises(DsparkError, match=r"an earlier one began it.*choose another folder"):
+        fakes.run(folder, engine)
+    assert (fakes.contents(folder), engine.generated) == (before, 0)
+
+
+def test_a_folder_of_an_earlier_release_is_read_and_replayed(fakes, finished, tmp_path):
+    folder = tmp_path / "old"
+    trajectories = earlier(fakes, finished, folder)
+    assert read_trajectories(folder) == trajectories != read_trajectories(finished)
+    result = replay(folder, fakes.FakeEngine(), None, 0, fakes.facts(), rescore=True)
+    assert (result.ok, result.checked) == (True, 18)
+    samples = read_samples([str(folder)]).samples
+    assert [s.sample_id for s in samples] == [t.trajectory_id for t in trajectories]
+
+
+def test_training_reads_prompts_in_the_order_they_were_given(fakes, tmp_path):
+    """So that `train_prompts: 240` and `dspark rollout --skip 240` part one and the same file."""
+    fakes.run(tmp_path / "run", prompts=fakes.make_prompts()[::-1])
+    samples = read_samples([str(tmp_path / "run")]).samples
+    assert [s.sample_id for s in samples] == [f"p{p:02d}-{s}" for p in reversed(range(6)) for s in range(3)]

@@ -23,6 +23,26 @@ def test_same_bytes_whatever_the_order_of_finishing(fakes, finished, tmp_path, b
     assert fakes.contents(tmp_path / "again") == fakes.contents(finished)
 
 
+@pytest.mark.parametrize("turn", [1, 4])
+def test_same_shards_whatever_the_order_of_the_prompts(fakes, finished, tmp_path, turn):
+    prompts = fakes.make_prompts()
+    fakes.run(tmp_path / "again", prompts=[*prompts[turn:], *prompts[:turn]])
+    want, got = fakes.contents(finished), fakes.contents(tmp_path / "again")
+    manifests = [json.loads(files.pop("manifest.json")) for files in (want, got)]
+    assert got == want
+    differing = {key for key in manifests[0] if manifests[0][key] != manifests[1][key]}
+    assert differing == {"given", "sha256"}
+
+
+def test_a_shard_holds_whole_groups(fakes, tmp_path):
+    for size, rows in ((2, [3] * 6), (7, [6] * 3), (99, [18])):
+        fakes.run(tmp_path / str(size), config=fakes.with_config(shard_size=size))
+        shards_now = read_manifest(tmp_path / str(size))["shards"]
+        assert [s["trajectories"]["rows"] for s in shards_now] == rows
+    fakes.run(tmp_path / "small", config=fakes.SMALL)
+    assert [s["trajectories"]["rows"] for s in read_manifest(tmp_path / "small")["shards"]] == [4, 2]
+
+
 def test_canonical_order_and_round_trip(fakes, finished):
     trajectories, rounds = store.read_trajectories(finished), store.read_rounds(finished)
     assert [t.trajectory_id for t in trajectories] == [f"p{p:02d}-{s}" for p in range(6) for s in range(3)]
@@ -40,7 +60,7 @@ def test_canonical_order_and_round_trip(fakes, finished):
 def test_trajectory_bytes_do_not_depend_on_speculation(fakes, finished, tmp_path):
     engine = fakes.FakeEngine(alter=lambda _, completion: replace(completion, rounds=()))
     fakes.run(tmp_path / "plain", engine, base=fakes.facts(drafter=None))
-    for i in range(4):
+    for i in range(6):
         name = f"trajectories-{i:05d}.parquet"
         assert (tmp_path / "plain" / name).read_bytes() == (finished / name).read_bytes()
     assert store.read_rounds(tmp_path / "plain") == {}
@@ -52,11 +72,11 @@ def test_manifest_counts_and_no_leftovers(fakes, finished):
     assert counts["trajectories"] == 18
     assert counts["tokens"] == sum(len(t.response_ids) for t in trajectories)
     assert sum(counts["finish_reasons"].values()) == 18
-    assert [s["trajectories"]["rows"] for s in manifest["shards"]] == [5, 5, 5, 3]
+    assert [s["trajectories"]["rows"] for s in manifest["shards"]] == [3] * 6
     assert sorted(fakes.contents(finished)) == [
         "manifest.json",
-        *(f"rounds-{i:05d}.parquet" for i in range(4)),
-        *(f"trajectories-{i:05d}.parquet" for i in range(4)),
+        *(f"rounds-{i:05d}.parquet" for i in range(6)),
+        *(f"trajectories-{i:05d}.parquet" for i in range(6)),
     ]
 
 
@@ -126,10 +146,10 @@ def rewrite(folder, change):
     write_manifest(folder, manifest)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 3, "1", None, True])
 def test_other_version(finished, version):
     rewrite(finished, lambda m: m.update(version=version))
-    with pytest.raises(DsparkError, match="expected version 1"):
+    with pytest.raises(DsparkError, match="expected version 1 or 2"):
         store.verify_hashes(finished)
 
 
@@ -153,6 +173,8 @@ def test_symbolic_link_as_a_shard(finished, tmp_path):
     [
         lambda m: m.pop("counts"),
         lambda m: m.update(state="done"),
+        lambda m: m.pop("given"),
+        lambda m: m.update(given=[1]),
         lambda m: m["shards"].pop(),
         lambda m: m["shards"][0].pop("rounds"),
         lambda m: m["shards"][0].update(index=3),
@@ -170,10 +192,10 @@ def test_manifest_with_parts_missing(finished, change):
 def test_incomplete_run_is_not_read_by_accident(fakes, tmp_path):
     with pytest.raises(RuntimeError):
         fakes.run(tmp_path / "part", fakes.FakeEngine(stop_after=7, batch=1))
-    with pytest.raises(DsparkError, match="5 of 18 trajectories"):
+    with pytest.raises(DsparkError, match="6 of 18 trajectories"):
         store.read_trajectories(tmp_path / "part")
-    assert len(store.read_trajectories(tmp_path / "part", partial=True)) == 5
-    assert len(store.read_rounds(tmp_path / "part", partial=True)) == 5
+    assert len(store.read_trajectories(tmp_path / "part", partial=True)) == 6
+    assert len(store.read_rounds(tmp_path / "part", partial=True)) == 6
 
 
 def test_second_writer_is_refused(fakes, tmp_path):
