@@ -21,12 +21,10 @@ from dspark.commands.running import (
     load,
     load_curve,
     progress,
-    resolve_gamma,
-    resolve_policy,
-    resolve_truncation,
 )
 from dspark.contracts import DsparkError
 from dspark.corpus.prompts import PromptSet, load_prompts
+from dspark.export.switches import resolve_gamma, resolve_policy, resolve_truncation
 from dspark.files import sha256_json
 from dspark.rollouts.collect import Generator, collect
 from dspark.rollouts.config import RolloutConfig

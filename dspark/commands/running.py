@@ -8,23 +8,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from dspark import ops
-from dspark.contracts import DsparkError, Round, VerifierName
-from dspark.export.bundle import Bundle, check_gamma, check_target, load_bundle
+from dspark.contracts import Round
+from dspark.export.bundle import Bundle, check_target, load_bundle
+from dspark.export.switches import apply_temperature_switch, serving_options
 from dspark.rollouts.facts import calibration_hash, tokenizer_hash
 from dspark.rollouts.manifest import run_facts
 from dspark.rollouts.store import read_rounds
-from dspark.runner import Engine, EngineOptions
+from dspark.runner import Engine
 from dspark.runner.curve import CapacityCurve
 from dspark.runner.lookup import Lookup
-from dspark.runner.schedule import Policy
-from dspark.settings import Settings, TruncationMode
-from dspark.slot_maps import of_temperatures
+from dspark.settings import Settings
 from dspark.target.decoder import Target
 from dspark.target.load import load_target, load_tokenizer
 
@@ -52,14 +51,7 @@ class Loaded:
         """A runner over these models. gamma: most drafts verified per round (None: DEEPINFER_USE_NEXTN_DECODE when it
         is set, else the trained block). lookup: a second drafter. more: of EngineOptions. Raises DsparkError when gamma
         exceeds the trained block."""
-        settings = Settings.from_env()
-        gamma = resolve_gamma(gamma, self.bundle) if self.bundle else None
-        if "max_backtracking_tokens" in settings.origins:
-            more["backtracking"] = settings.max_backtracking_tokens
-        more["truncation"], more["keep_tokens"] = resolve_truncation(
-            more.get("truncation", ""), more.get("keep_tokens", 0)
-        )
-        options = EngineOptions(cast(VerifierName, verifier), max_batch=max_batch, verify_tokens=gamma, **more)
+        options = serving_options(self.bundle, verifier, gamma, max_batch, **more)
         return Engine(self.target, self.bundle.drafter if self.bundle else None, options, lookup)
 
     def facts(self, verifier: str) -> dict[str, Any]:
@@ -91,7 +83,7 @@ def load(source: str, dtype: str, drafter: str | Path = "") -> Loaded:
         bundle = load_bundle(drafter)
         check_target(bundle, target)
         bundle.drafter.to(target.dtype).bind(target.embed_weight, target.head_weight).eval()
-        _apply_temperature_switch(bundle)
+        apply_temperature_switch(bundle)
     return Loaded(source, dtype, target, bundle)
 
 
@@ -101,41 +93,6 @@ def _tell_idle_switches(settings: Settings) -> None:
     for name in idle:
         if name in settings.origins:
             print(f"note: {settings.origins[name]} has no effect, for there is no draft model.", file=sys.stderr)
-
-
-def resolve_gamma(gamma: int | None, bundle: Bundle | None) -> int | None:
-    """Drafts verified per round, from the recipe and DEEPINFER_USE_NEXTN_DECODE; both with different values: an
-    error."""
-    settings = Settings.from_env().merge({"use_nextn_decode": gamma or None}, "the recipe (gamma)")
-    if gamma is None and "use_nextn_decode" in settings.origins:
-        gamma = settings.use_nextn_decode
-    if gamma is not None and bundle is not None:
-        check_gamma(bundle, gamma)
-    return gamma
-
-
-def resolve_policy(policy: str, verifier: str) -> Policy:
-    """How many drafts are verified, from the recipe and DEEPINFER_ENABLE_MTP_VARLEN; both, and against each other: an
-    error. Without a word of either the length is fixed."""
-    varlen = policy != "fixed" if policy else None
-    settings = Settings.from_env().merge({"enable_mtp_varlen": varlen}, f"the recipe (policy {policy})")
-    if policy or not settings.enable_mtp_varlen:
-        return cast(Policy, policy or "fixed")
-    if verifier == "rejection":
-        raise DsparkError(
-            f"{settings.origins['enable_mtp_varlen']}: expected a policy with the rejection verifier, under which only "
-            "threshold keeps a trajectory independent of its batch. Give --policy threshold --threshold 0.3, or the "
-            "coupled verifier."
-        )
-    return "global"
-
-
-def resolve_truncation(mode: str, keep: int) -> tuple[TruncationMode, int]:
-    """How prompts are cut and what is kept of them, from the recipe and DEEPINFER_YOCO_PREFILL_*; both with different
-    values: an error."""
-    given = {"yoco_prefill_truncation_mode": mode, "yoco_prefill_keep_tokens": keep} if mode else {}
-    settings = Settings.from_env().merge(given, "the recipe (truncation, keep_tokens)")
-    return settings.yoco_prefill_truncation_mode, settings.yoco_prefill_keep_tokens
 
 
 def load_curve(path: str, loaded: Loaded) -> CapacityCurve | None:
@@ -163,31 +120,6 @@ def drafters_rounds(folder: str) -> dict[str, list[Round]]:
     if others := sum(len(rounds) - len(own[name]) for name, rounds in recorded.items()):
         print(f"note: {folder}: {others} rounds were passed over, for a lookup drafted them.", file=sys.stderr)
     return own
-
-
-def _apply_temperature_switch(bundle: Bundle) -> None:
-    settings = Settings.from_env()
-    name = "dflash_confidence_head_temperature"
-    if name not in settings.origins:
-        return
-    head, values = bundle.drafter.confidence_head, settings.dflash_confidence_head_temperature
-    if head is None:
-        raise DsparkError(
-            f"{settings.origins[name]}: expected a draft model with a confidence head, but this one has none. Unset it."
-        )
-    if len(values) not in (1, head.num_steps):
-        raise DsparkError(
-            f"{settings.origins[name]}: expected one number, or {head.num_steps} of them, one per slot, but got "
-            f"{len(values)}."
-        )
-    maps = of_temperatures(values * head.num_steps if len(values) == 1 else values)
-    if bundle.calibration is not None and maps != head.maps:
-        told = "; ".join(one.told() for one in head.maps)
-        raise DsparkError(
-            f"settings: expected one value for the confidence temperatures, but got {list(values)} from "
-            f"{settings.origins[name]} and another from the bundle's calibration ({told}). Remove one of them."
-        )
-    head.set_maps(maps)
 
 
 @contextmanager

@@ -101,6 +101,8 @@ class PolicyModule(LightningModule):
             ("rollout.samples_per_prompt", config.samples_per_prompt > 1, "> 1, a group", config.samples_per_prompt),
             ("rollout.temperature", config.temperature > 0, "> 0, to explore", config.temperature),
             ("rollout.truncation", config.truncation in ("", "off"), "off: updates read all", config.truncation),
+            ("rollout.engine", config.engine == "dspark", "dspark: it shares the policy's weights", config.engine),
+            ("rollout.workers", config.workers == 1, "1 (more processes: trainer.strategy ddp)", config.workers),
             ("follow.steps", not self.follow.steps or bool(config.drafter), "0 without a drafter", self.follow.steps),
             ("objective.updates_per_rollout", self.objective.updates_per_rollout <= samples,
              f"at most {samples}, the samples of a rollout", self.objective.updates_per_rollout),

@@ -5,25 +5,25 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from dspark import ops
-from dspark.contracts import DsparkError, VerifierName
+from dspark.contracts import DsparkError
 from dspark.corpus.prompts import Prompt, load_prompts, prompts_hash
 from dspark.drafter.identity import identity_hash, layers_hash, tensor_hashes
 from dspark.drafter.model import Drafter
-from dspark.export.bundle import Bundle, check_gamma, check_target, load_bundle
+from dspark.export.bundle import Bundle, check_target, load_bundle
+from dspark.export.switches import apply_temperature_switch, resolve_policy, serving_options
 from dspark.files import sha256_json
 from dspark.rl.policy import Policy
 from dspark.rollouts.config import RolloutConfig
 from dspark.rollouts.facts import calibration_hash, tokenizer_hash
 from dspark.rollouts.manifest import run_facts
-from dspark.runner import Engine, EngineOptions
+from dspark.runner import Engine
 from dspark.runner.curve import CapacityCurve
 from dspark.runner.lookup import Lookup
-from dspark.runner.schedule import Policy as LengthPolicy
 from dspark.target.decoder import Target
 from dspark.target.load import load_target, load_tokenizer, random_target
 
@@ -52,7 +52,7 @@ class Start:
         bundle = load_bundle(config.drafter) if config.drafter else None
         if bundle:
             check_target(bundle, target)
-            check_gamma(bundle, config.gamma or bundle.config.num_predictions)
+            apply_temperature_switch(bundle)
         policy, tokenizer = Policy(target), load_tokenizer(config.target)
         return Start(
             policy, copy.deepcopy(policy).requires_grad_(False) if with_reference else None, target.fingerprint,
@@ -71,10 +71,11 @@ class Start:
 
     def engine(self, config: RolloutConfig, drafter: Drafter | None, lookup: Lookup | None) -> Engine:
         """A runner over the policy's weights as they are at any time. lookup: what it has written lately."""
-        options = EngineOptions(
-            cast(VerifierName, config.verifier), max_batch=config.batch_size, verify_tokens=config.gamma if drafter else
-            None, policy=cast(LengthPolicy, config.policy or "fixed"), threshold=config.threshold, curve=self.curve,
-            commit_to_cap=config.commit_to_cap,
+        drafts = drafter is not None
+        policy = resolve_policy(config.policy, config.verifier) if drafts else config.policy or "fixed"
+        options = serving_options(
+            self.bundle, config.verifier, config.gamma, config.batch_size, policy=policy, threshold=config.threshold,
+            curve=self.curve, commit_to_cap=config.commit_to_cap, truncation="off",
         )  # fmt: skip
         return Engine(self.policy.target, drafter, options, lookup)
 

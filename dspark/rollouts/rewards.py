@@ -32,7 +32,8 @@ _LONGEST = 300  # characters of a failure's message
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
-    """What a reward function sees. text: the response decoded, special tokens left out ("" when collect was given no decoder)."""
+    """What a reward function sees. text: the response decoded, special tokens left out ("" when collect was
+    given no decoder)."""
 
     prompt_id: str
     domain: str

@@ -11,7 +11,7 @@ import torch
 from dspark.contracts import DsparkError, Round
 from dspark.rollouts import shards
 from dspark.rollouts.config import RolloutConfig
-from dspark.rollouts.manifest import check_same_run, identity
+from dspark.rollouts.manifest import VERSION, check_same_run, identity
 from dspark.rollouts.replay import replay
 from dspark.rollouts.store import read_manifest, read_rounds
 from dspark.rollouts.trajectory import from_json, to_json
@@ -95,13 +95,10 @@ def test_contradictions_are_one_error(values, message):
         RolloutConfig.from_dict(values)
 
 
-def test_a_run_goes_on_with_its_lookup_and_an_older_one_had_none() -> None:
-    rest = {"order": {"sha256": "a"}, "shard_size": 4}
-    old, none, some = ({"run": {"config": config}, **rest} for config in ({"seed": 1}, {"seed": 1, "lookup": 0},
-                                                                         {"seed": 1, "lookup": 4}))  # fmt: skip
+def test_a_run_goes_on_with_its_lookup() -> None:
+    rest = {"version": VERSION, "order": {"sha256": "a"}, "shard_size": 4}
+    none, some = ({"run": {"config": {"seed": 1, "lookup": n}}, **rest} for n in (0, 4))
     assert "run.config.lookup" in identity(none)
-    check_same_run(old, none, Path("x"))
-    with pytest.raises(DsparkError, match="lookup was not recorded, now 4"):
-        check_same_run(old, some, Path("x"))
+    check_same_run(some, some, Path("x"))
     with pytest.raises(DsparkError, match="lookup was 4, now 0"):
         check_same_run(some, none, Path("x"))

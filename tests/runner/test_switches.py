@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from dspark import ops
-from dspark.commands.running import Loaded, load_curve, resolve_policy
+from dspark.commands.running import Loaded, load_curve
 from dspark.contracts import Completion, DsparkError, Request, SamplingParams
+from dspark.export.switches import resolve_policy
 from dspark.runner.curve import CapacityCurve
 from dspark.target.decoder import Target
 from tests.runner.conftest import counts, make_drafter, make_requests, outputs
