@@ -148,8 +148,8 @@ def _told(what: str) -> Iterator[None]:
     except Exception as error:  # whatever vLLM and its libraries raise
         first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise DsparkError(
-            f"vllm: expected it {what}, but got {type(error).__name__}: {first}. What is finished is kept, and the same "
-            "command goes on; --debug shows vLLM's own words."
+            f"vllm: expected it {what}, but got {type(error).__name__}: {first}. What is finished is kept, and the "
+            "same command goes on; --debug shows vLLM's own words."
         ) from error
 
 
