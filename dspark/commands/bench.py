@@ -20,6 +20,10 @@ than the longest suffix that is tried.
 
 rollouts makes one rollout again and again (batch sizes, shuffled prompts, workers, threads, prompt chunks, kill -9 and
 resume, the draft model) and compares the hashes of its trajectory shards; it exits with 1 where one differs.
+
+rl times a step of RL (rollout, update) with log-probabilities that match bit for bit, with plain torch's operations
+and, with --drafter, with speculative rollouts. following puts RL runs side by side, by what they left in history.jsonl.
+
 Run all with nothing else running.
 """
 
@@ -35,10 +39,10 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-from dspark.bench import judging, looking_up, replaying, step, verifying
+from dspark.bench import judging, looking_up, replaying, rl_step, step, verifying
 from dspark.bench.invariance import Counted, discriminating, sweep
 from dspark.bench.tax import REPEATS, ROWS, Tax, tax
-from dspark.commands import bench_rollouts, bench_runner
+from dspark.commands import bench_rl, bench_rollouts, bench_runner
 from dspark.commands.recipe_options import whole_number
 from dspark.contracts import DsparkError
 from dspark.target.load import EMBEDDED, load_target
@@ -54,6 +58,8 @@ examples:
   dspark bench verify --drafter runs/demo/bundle
   dspark bench lookup --batch 1 --limit 4
   dspark bench rollouts --drafter runs/demo/bundle
+  dspark bench rl --drafter runs/demo/bundle
+  dspark bench following --runs frozen=runs/a following=runs/b --out tau.png
   dspark bench acceptance --rollouts runs/demo/events/test
   dspark bench replay --target runs/yoco/target --dtype float32
   dspark bench step --shape vocabulary=32000 anchors=32 --losses l1=0 coupled=0.9
@@ -65,14 +71,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=tuple(_BENCHES), metavar="WHAT", help=f"one of {', '.join(_BENCHES)}")
     parser.add_argument("--target", default=EMBEDDED, help="the model, or whose shapes: a folder, hub id or .gguf file")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="one dtype (default: both; verify, lookup, replay, rollouts: bfloat16)"
+        "--dtype", choices=DTYPES, help="one dtype (default: both; verify, lookup, replay, rollouts, rl: bfloat16)"
     )
     parser.add_argument("--rows", type=whole_number(1), nargs="+", help="rows of a pass, for tax (default: 1 8 32 128)")
     parser.add_argument(
         "--repeats",
         type=whole_number(1),
-        help=f"interleaved repeats, for tax (default: {REPEATS}), step ({step.REPEATS}), verify "
-        f"({verifying.REPEATS}), lookup ({looking_up.REPEATS}) and replay ({replaying.REPEATS})",
+        help=f"interleaved repeats, for tax (default: {REPEATS}), step ({step.REPEATS}), "
+        f"verify ({verifying.REPEATS}), lookup ({looking_up.REPEATS}), replay ({replaying.REPEATS}), "
+        f"rl ({rl_step.REPEATS})",
     )
     parser.add_argument(
         "--shape",
@@ -83,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--losses", nargs="+", default=[], metavar="NAME=X", help="for step, a recipe's losses fields")
     bench_runner.add_runner_arguments(parser)
+    bench_rl.add_rl_arguments(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -102,9 +110,9 @@ def _measure(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Refuses an option that would be ignored."""
-    belongs = {"rows": ("tax",), "repeats": ("tax", "step", "verify", "lookup", "replay"), "shape": ("step",),
-               "losses": ("step",), "dtype": ("tax", "invariance", "verify", "lookup", "replay", "rollouts"),
-               **bench_runner.BELONGS}  # fmt: skip
+    belongs = {"rows": ("tax",), "repeats": ("tax", "step", "verify", "lookup", "replay", "rl"), "shape": ("step",),
+               "losses": ("step",), "dtype": ("tax", "invariance", "verify", "lookup", "replay", "rollouts", "rl"),
+               **bench_runner.BELONGS, **bench_rl.BELONGS}  # fmt: skip
     given = [name for name in belongs if getattr(args, name) not in (None, [])]
     foreign = [f"--{name}" for name in given if args.what not in belongs[name]]
     if foreign:
@@ -248,5 +256,5 @@ def _tax_text(found: dict[str, list[Tax]]) -> str:
 _BENCHES: dict[str, Callable[[argparse.Namespace], int]] = {
     "invariance": _invariance, "tax": _tax, "step": _step, "metrics": _metrics, "verify": bench_runner.verify,
     "lookup": bench_runner.lookup, "acceptance": bench_runner.acceptance, "replay": bench_runner.replay,
-    "rollouts": bench_rollouts.rollouts,
+    "rollouts": bench_rollouts.rollouts, "rl": bench_rl.rl, "following": bench_rl.follow,
 }  # fmt: skip

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from dspark.bench import depth, looking_up, replaying, verifying
 from dspark.bench.timed import room
+from dspark.commands.bench_rl import RlOptions
 from dspark.commands.bench_rollouts import RolloutsOptions, add_rollouts_arguments
 from dspark.commands.recipe_options import share, whole_number
 from dspark.commands.running import Loaded, drafters_rounds, load, load_curve
@@ -33,10 +34,10 @@ from dspark.training.sources import refuse_chosen
 
 # Which of the measurements an option is for.
 BELONGS = {
-    "prompts": ("verify", "lookup", "replay", "rollouts"), "limit": ("verify", "lookup", "replay", "rollouts"),
-    "max_tokens": ("verify", "lookup", "replay", "rollouts"), "samples": ("lookup", "rollouts"),
-    "drafter": ("verify", "lookup", "rollouts"), "batch": ("verify", "lookup"), "curve": ("verify", "lookup"),
-    "threshold": ("verify",), "width": ("lookup",), "kills": ("rollouts",),
+    **dict.fromkeys(("prompts", "limit", "max_tokens"), ("verify", "lookup", "replay", "rollouts", "rl")),
+    "samples": ("lookup", "rollouts", "rl"), "drafter": ("verify", "lookup", "rollouts", "rl"),
+    "batch": ("verify", "lookup", "rl"), "curve": ("verify", "lookup"), "threshold": ("verify",),
+    "width": ("lookup",), "kills": ("rollouts",),
     "keep": ("replay",), "rollouts": ("acceptance",),
 }  # fmt: skip
 PROMPTS = "data/prompts/test.jsonl"
@@ -82,23 +83,28 @@ def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of verify, lookup, acceptance, replay and rollouts; None where not given, so that one that would be
     ignored is refused."""
     of, up, cut, rolled, many = VerifyOptions(), LookupOptions(), ReplayOptions(), RolloutsOptions(), whole_number(1)
+    rl = RlOptions()
     parser.add_argument(
-        "--drafter", help="for verify, and if you like for lookup and rollouts: an exported draft model"
+        "--drafter", help="for verify, and if you like for lookup, rollouts and rl: an exported draft model"
     )
-    parser.add_argument("--prompts", help=f"for verify, lookup, replay, rollouts: a prompt file (default: {PROMPTS})")
     parser.add_argument(
-        "--limit", type=many, help=f"so many prompts, for verify, lookup, replay (default: {of.limit}) and rollouts "
-        f"({rolled.limit})"
+        "--prompts", help=f"for verify, lookup, replay, rollouts, rl: a prompt file (default: {PROMPTS})"
+    )
+    parser.add_argument(
+        "--limit", type=many, help=f"so many prompts, for verify, lookup, replay (default: {of.limit}), rollouts "
+        f"({rolled.limit}) and rl ({rl.limit})"
     )  # fmt: skip
     parser.add_argument(
-        "--samples", type=many, help=f"of a prompt, for lookup (in an epoch; default: {up.samples}) and rollouts "
-        f"({rolled.samples})"
+        "--samples", type=many, help=f"of a prompt, for lookup (in an epoch; default: {up.samples}), rollouts "
+        f"({rolled.samples}) and rl ({rl.samples})"
     )  # fmt: skip
     parser.add_argument(
-        "--max_tokens", type=many, help=f"of an answer, for verify, lookup (default: {of.max_tokens}), replay "
+        "--max_tokens", type=many, help=f"of an answer, for verify, lookup, rl (default: {of.max_tokens}), replay "
         f"({cut.max_tokens}) and rollouts ({rolled.max_tokens})"
     )  # fmt: skip
-    parser.add_argument("--batch", type=many, help=f"for verify and lookup: requests at once (default: {of.batch})")
+    parser.add_argument(
+        "--batch", type=many, help=f"requests at once, for verify, lookup (default: {of.batch}) and rl ({rl.batch})"
+    )
     parser.add_argument("--width", type=many, help=f"for lookup: most drafts looked up (default: {up.width})")
     parser.add_argument(
         "--curve", help="what `dspark profile` wrote, for verify (default: measured first) and lookup (default: none, "
