@@ -69,7 +69,7 @@ def replay_folder(
     recorded = verify_hashes(folder)["run"]  # damage is said before anything is loaded
     config = recorded["config"]
     sampled_by_us(folder, recorded, rescore)
-    truncation = config.get("truncation", "off")
+    truncation = config.get("truncation") or "off"
     if rescore and truncation != "off":
         raise DsparkError(
             f"{folder}: expected whole prompts to rescore, but its prompts were cut ({truncation}, the last "

@@ -40,11 +40,12 @@ from dspark.runner.lookup import Lookup
 from dspark.training.batches import BatchPlan, TrainStream
 from dspark.training.optim import make_optimizer
 from dspark.training.options import as_options, plain
-from dspark.training.ranges import NATURAL, NOT_NEGATIVE, SHARE, check
+from dspark.training.ranges import COUNT, NATURAL, NOT_NEGATIVE, SHARE, check
 
 T = TypeVar("T")
 MASTERS_KEY, FOLLOW_KEY, HISTORY_KEY = "dspark_masters", "dspark_follow", "dspark_history"
-FREE = ("batch_size", "target", "drafter", "prompts", "curve", "out")  # of rollout: may be others when a run is resumed
+# Settings that may be others when a run is resumed: paths (hashes count) and what shows in no result.
+FREE = ("batch_size", "target", "drafter", "prompts", "curve", "out", "keep_policies")
 
 
 class PolicyModule(LightningModule):
@@ -62,6 +63,8 @@ class PolicyModule(LightningModule):
         token_budget: tokens of a forward and backward pass; an update adds up as many as it needs. Changes no
             log-probability.
         max_failed_share: share of a rollout's samples without a reward past which the run stops.
+        keep_policies: before every so many rollouts the policy is kept as a checkpoint folder, policies/NUMBER in
+            trainer.default_root_dir: that rollout replays with it. 0 keeps none.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class PolicyModule(LightningModule):
         random_weights: float = 0.0,
         token_budget: int = 2048,
         max_failed_share: float = 0.1,
+        keep_policies: int = 0,
     ):
         super().__init__()
         self.automatic_optimization = False
@@ -82,10 +86,11 @@ class PolicyModule(LightningModule):
         self.optimizer_options = as_options(PolicyOptimizerOptions, optimizer or PolicyOptimizerOptions())
         self.follow = as_options(FollowOptions, follow or FollowOptions())
         self.prompts_per_rollout, self.random_weights = prompts_per_rollout, random_weights
-        self.token_budget, self.max_failed_share = token_budget, max_failed_share
+        self.token_budget, self.max_failed_share, self.keep_policies = token_budget, max_failed_share, keep_policies
         given = {"rollout": self.rollout.as_dict(), "objective": self.objective, "optimizer": self.optimizer_options}
         given |= {"prompts_per_rollout": prompts_per_rollout, "follow": self.follow, "random_weights": random_weights}
-        self.save_hyperparameters(plain(**given, token_budget=token_budget, max_failed_share=max_failed_share))
+        self.save_hyperparameters(plain(**given, token_budget=token_budget, max_failed_share=max_failed_share,
+                                        keep_policies=keep_policies))  # fmt: skip
         self._refuse_contradictions()
         self.history = History()
         self._parts: list[Start] = []  # in a list, so that nothing of it is a submodule
@@ -93,7 +98,7 @@ class PolicyModule(LightningModule):
 
     def _refuse_contradictions(self) -> None:
         """Raises DsparkError for settings that do not go together."""
-        whole = {"prompts_per_rollout": NATURAL, "token_budget": NATURAL}
+        whole = {"prompts_per_rollout": NATURAL, "token_budget": NATURAL, "keep_policies": COUNT}
         check("model", self, **whole, random_weights=NOT_NEGATIVE, max_failed_share=SHARE)
         config, samples = self.rollout, self.rollout.samples_per_prompt * self.prompts_per_rollout
         checks = (
@@ -163,25 +168,30 @@ class PolicyModule(LightningModule):
     def _settled(self) -> dict[str, Any]:
         """The settings that decide on the run's results."""
         given = {name: value for name, value in self.hparams.items() if not name.startswith("_")}
-        given["rollout"] = {name: value for name, value in given["rollout"].items() if name not in FREE}
-        return given
+        return _deciding(given)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def training_step(self, places: list[int], batch_idx: int) -> None:
         """Roll out, update, follow."""
         number = self.trainer.global_step // self.objective.updates_per_rollout
+        self._keep_policy(number)
         rollout, rolled = _timed(lambda: self._roll(places, number))
         learned, updated = _timed(lambda: self._updates().learn(rollout))
         followed, trained = _timed(lambda: self._follow(rollout))
         seconds = {"rollout": rolled, "generate": rollout.seconds, "update": updated, "follow": trained}
         self._tell(number, rollout, learned, followed, seconds)
 
+    def _keep_policy(self, number: int) -> None:
+        if self.keep_policies and number % self.keep_policies == 0 and self.trainer.is_global_zero:
+            folder = Path(self.trainer.default_root_dir) / "policies" / f"{number:06d}"
+            save_policy(folder, self.policy.target, self.rollout.target)
+
     def _roll(self, places: list[int], number: int) -> Rollout:
         drafter = self.follower.serving if self.follower else None
         world, rank = self.trainer.world_size, self.trainer.global_rank
         config = replace(
-            self.rollout, run_seed=derive_seed(self.rollout.run_seed, "rollout", number), skip=0, limit=0,
+            self.start.settled(self.rollout), run_seed=derive_seed(self.rollout.run_seed, "rollout", number), skip=0, limit=0,
             out=str(folder(self.rollout.out, number * world + rank)),
         )  # fmt: skip
         prompts = [self.start.prompts[i] for i in places]
@@ -229,9 +239,8 @@ class PolicyModule(LightningModule):
         """Raises DsparkError when the run that wrote the checkpoint had other settings."""
         if MASTERS_KEY not in checkpoint:
             raise DsparkError("checkpoint: expected one of an RL run, but it holds no policy's. Give its last.ckpt.")
-        saved = dict(checkpoint["hyper_parameters"])
-        saved["rollout"] = {name: value for name, value in saved["rollout"].items() if name not in FREE}
-        refuse_other_settings("checkpoint", saved, self._settled())
+        saved = {name: value for name, value in checkpoint["hyper_parameters"].items() if not name.startswith("_")}
+        refuse_other_settings("checkpoint", _deciding(saved), self._settled())
         self._resumed = {key: checkpoint[key] for key in (MASTERS_KEY, FOLLOW_KEY, HISTORY_KEY)}
 
     def on_fit_end(self) -> None:
@@ -245,6 +254,12 @@ class PolicyModule(LightningModule):
             save_drafter(root / "drafter", self.follower.trained, self.policy.target)
             told.append(f"draft model: {root / 'drafter'}")
         print("; ".join(told), file=sys.stderr)
+
+
+def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
+    """Without what may be another when a run is resumed."""
+    kept = {name: value for name, value in settings.items() if name not in FREE}
+    return kept | {"rollout": {name: value for name, value in settings["rollout"].items() if name not in FREE}}
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from dspark.corpus.prompts import Prompt, load_prompts, prompts_hash
 from dspark.drafter.identity import identity_hash, layers_hash, tensor_hashes
 from dspark.drafter.model import Drafter
 from dspark.export.bundle import Bundle, check_target, load_bundle
-from dspark.export.switches import apply_temperature_switch, resolve_policy, serving_options
+from dspark.export.switches import apply_temperature_switch, resolve_gamma, resolve_policy, serving_options
 from dspark.files import sha256_json
 from dspark.rl.policy import Policy
 from dspark.rollouts.config import RolloutConfig
@@ -60,6 +60,17 @@ class Start:
             CapacityCurve.load(config.curve) if config.curve else None,
         )  # fmt: skip
 
+    def settled(self, config: RolloutConfig) -> RolloutConfig:
+        """With what the switches and the draft model say where the recipe says nothing, for the manifests."""
+        if self.bundle is None:
+            return replace(config, policy=config.policy or "fixed", truncation="off")
+        return replace(
+            config,
+            policy=resolve_policy(config.policy, config.verifier),
+            gamma=resolve_gamma(config.gamma, self.bundle) or self.bundle.config.num_predictions,
+            truncation="off",
+        )
+
     def record(self) -> dict[str, Any]:
         """What a run begins from, by hash."""
         return {
@@ -71,11 +82,9 @@ class Start:
 
     def engine(self, config: RolloutConfig, drafter: Drafter | None, lookup: Lookup | None) -> Engine:
         """A runner over the policy's weights as they are at any time. lookup: what it has written lately."""
-        drafts = drafter is not None
-        policy = resolve_policy(config.policy, config.verifier) if drafts else config.policy or "fixed"
         options = serving_options(
-            self.bundle, config.verifier, config.gamma, config.batch_size, policy=policy, threshold=config.threshold,
-            curve=self.curve, commit_to_cap=config.commit_to_cap, truncation="off",
+            self.bundle, config.verifier, config.gamma, config.batch_size, policy=config.policy, curve=self.curve,
+            threshold=config.threshold, commit_to_cap=config.commit_to_cap, truncation=config.truncation,
         )  # fmt: skip
         return Engine(self.policy.target, drafter, options, lookup)
 

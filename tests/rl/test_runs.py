@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from dspark.commands.replay import replay_folder
 from dspark.contracts import DsparkError
 from dspark.rollouts.store import read_rounds
 
@@ -115,3 +116,17 @@ def test_a_run_does_not_go_on_among_anothers_rollouts(tiny_rl: Any, tmp_path: Pa
     again = tiny_rl.run(tmp_path / "a", 2)  # the same run: what is there is taken
     assert tiny_rl.shard_hashes(tmp_path / "a") == before
     assert again.history.lines[-1]["seconds/generate"] == 0.0
+
+
+def test_every_rollout_replays_with_the_policy_that_made_it(tiny_rl: Any, tmp_path: Path) -> None:
+    """Later ones too, also teacher-forced; and with no other policy."""
+    tiny_rl.run(tmp_path, 4, keep_policies=2)
+    assert sorted(f.name for f in (tmp_path / "policies").iterdir()) == ["000000", "000002"]
+    for number in ("000000", "000002"):
+        result = replay_folder(
+            str(tmp_path / "rollouts" / number), rescore=True, target=str(tmp_path / "policies" / number), quiet=True
+        )
+        assert result.ok
+        assert result.checked == 12
+    with pytest.raises(DsparkError, match="differs in target"):
+        replay_folder(str(tmp_path / "rollouts" / "000003"), target=str(tmp_path / "policies" / "000002"), quiet=True)
