@@ -191,8 +191,8 @@ class PolicyModule(LightningModule):
         drafter = self.follower.serving if self.follower else None
         world, rank = self.trainer.world_size, self.trainer.global_rank
         config = replace(
-            self.start.settled(self.rollout), run_seed=derive_seed(self.rollout.run_seed, "rollout", number), skip=0, limit=0,
-            out=str(folder(self.rollout.out, number * world + rank)),
+            self.start.settled(self.rollout), run_seed=derive_seed(self.rollout.run_seed, "rollout", number),
+            skip=0, limit=0, out=str(folder(self.rollout.out, number * world + rank)),
         )  # fmt: skip
         prompts = [self.start.prompts[i] for i in places]
         engine, facts = self.start.engine(config, drafter, self.lookup), self.start.facts(config, drafter)
