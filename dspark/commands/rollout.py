@@ -24,18 +24,17 @@ from dspark.commands.running import (
 )
 from dspark.contracts import DsparkError
 from dspark.corpus.prompts import PromptSet, load_prompts
-from dspark.export.switches import resolve_gamma, resolve_policy, resolve_truncation
 from dspark.files import sha256_json
 from dspark.rollouts.collect import Generator, collect
 from dspark.rollouts.config import RolloutConfig
 from dspark.rollouts.manifest import MANIFEST_NAME
 from dspark.rollouts.recompute import Recomputed
+from dspark.rollouts.settle import longest_prompt, settled
 from dspark.rollouts.vllm_engine import VllmEngine
 from dspark.rollouts.workers import Workers
 from dspark.runner import Engine
 from dspark.runner.curve import CapacityCurve
 from dspark.runner.lookup import Lookup
-from dspark.runner.schedule import NEEDS_CURVE
 from dspark.target.load import checkpoint_dir
 
 EXAMPLES = """
@@ -83,11 +82,7 @@ def roll(
     if Path(config.out).exists() and not Path(config.out).is_dir():
         raise DsparkError(f"{config.out}: expected a folder to write, but there is a file. Give --out another name.")
     loaded = loaded or load(config.target, config.dtype, config.drafter)
-    policy = _settled_policy(config, loaded)
-    truncation, keep = resolve_truncation(config.truncation, config.keep_tokens)
-    config = replace(  # so that the manifest holds them
-        config, gamma=_settled_gamma(config, loaded), policy=policy, truncation=truncation, keep_tokens=keep
-    )
+    config = settled(config, loaded.bundle)
     curve = load_curve(config.curve, loaded)
     engine = _engine(config, loaded, curve)
     generator, facts = _generator(config, loaded, engine)
@@ -169,44 +164,9 @@ def _schedule(config: RolloutConfig) -> dict[str, Any]:
     return {"policy": config.policy or "fixed", **{name: getattr(config, name) for name in names}}
 
 
-def _settled_policy(config: RolloutConfig, loaded: Loaded) -> str:
-    """Raises DsparkError for a policy, or a curve, that nothing would read."""
-    if loaded.bundle is None and not config.lookup:
-        for name in ("policy", "curve", "commit_to_cap"):
-            if value := getattr(config, name):
-                raise DsparkError(
-                    f"{name}: expected a draft model with it, but got {name} {value} and none. Give --drafter."
-                )
-        return ""
-    # DEEPINFER_ENABLE_MTP_VARLEN is a draft model's (load() says so where there is none).
-    policy = resolve_policy(config.policy, config.verifier) if loaded.bundle else config.policy or "fixed"
-    if config.curve and policy not in NEEDS_CURVE:
-        raise DsparkError(
-            f"curve: expected policy {', '.join(NEEDS_CURVE)} with it, but got {policy}. Give --policy global."
-        )
-    return policy
-
-
-def _settled_gamma(config: RolloutConfig, loaded: Loaded) -> int | None:
-    """Drafts verified per round, as a number where there is a draft model: what replay needs to know."""
-    if loaded.bundle is None and config.gamma is not None:
-        raise DsparkError(
-            f"gamma: expected a draft model with it, but got gamma {config.gamma} and none. Give --drafter."
-        )
-    if loaded.bundle is None:
-        return None
-    return resolve_gamma(config.gamma, loaded.bundle) or loaded.bundle.config.num_predictions
-
-
 def _prompts(config: RolloutConfig, loaded: Loaded, engine: Engine, quarantine: Path | None) -> PromptSet:
     """The prompts that fit the context with their answers; the others, and broken rows, are set aside."""
-    longest = min(loaded.target.config.max_position_embeddings, engine.options.kv_tokens) - config.max_tokens
-    outside = [i for i in config.stop_ids or () if not 0 <= i < loaded.target.vocab_size]
-    if longest < 1 or outside:
-        raise DsparkError(
-            f"rollout: expected max_tokens below the context of {longest + config.max_tokens} and stop_ids in the "
-            f"vocabulary of {loaded.target.vocab_size}, but got {config.max_tokens} and {outside}."
-        )
+    longest = longest_prompt(config, loaded.target, engine.options.kv_tokens)
     return load_prompts(config.prompts, loaded.tokenizer, config.split or None, quarantine, max_tokens=longest)
 
 

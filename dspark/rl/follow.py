@@ -48,14 +48,16 @@ class Follower:
         self.optimizer, self.schedule = make_optimizer(named, options.optimizer, max(1, total))
         self.serve()
 
-    def serve(self) -> None:
-        """The serving copy takes over the trained weights, and both the policy's embedding and LM head as they are."""
+    def serve(self) -> Drafter:
+        """The serving copy, with the trained weights and (like the trained one) the policy's embedding and LM head as
+        they are now: to be called before every rollout, for the policy moves."""
         with torch.no_grad():
             for theirs, ours in zip(self.serving.parameters(), self.trained.parameters(), strict=True):
                 theirs.copy_(ours)
                 ops.forget(theirs)
         for drafter in (self.serving, self.trained):
             drafter.bind(self.policy.embed_weight, self.policy.head_weight)
+        return self.serving
 
     def learn(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Takes the steps on the rounds of a rollout. Returns the mean of each loss over them, by name."""
@@ -66,13 +68,14 @@ class Follower:
             for name, value in self._step([samples[i] for i in part]).items():
                 told.setdefault(name, []).append(value)
         self.trained.eval()
-        self.serve()
         return {name: sum(values) / len(values) for name, values in told.items()}
 
     def _step(self, samples: Sequence[Sample]) -> dict[str, float]:
         loss, told = self._losses(samples)
         if loss.requires_grad:
             loss.backward()
+        if not any(value == value for value in told.values()):
+            return told  # no rank has a round to learn from
         for parameter in self.trained.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -83,7 +86,7 @@ class Follower:
         return told
 
     def _losses(self, samples: Sequence[Sample]) -> tuple[Tensor, dict[str, float]]:
-        """This rank's part of the loss, and the means over all ranks."""
+        """This rank's part of the loss, and the means over all ranks, NaN where nothing counts."""
         names = alphas(self.options.losses, confidence_head=False)
         batch = round_batch([s for s in samples if s.rounds], self.trained.config.num_predictions)
         judged = bce = None
@@ -93,14 +96,16 @@ class Follower:
         weights = weigh(self.trained, judged, self.options.losses) if judged else torch.zeros(())
         table = counts(judged, weights, names) if judged else torch.zeros(len(names))
         heads = torch.zeros(1) if bce is None else bce[1].reshape(1)
-        *totals, events = self.ranks.add(torch.cat([table, heads])).clamp_min(1e-6).tolist()
+        *totals, events = self.ranks.add(torch.cat([table, heads])).tolist()
         loss, sums = torch.zeros(()), torch.zeros(len(names) + 1)
         if judged:
-            shares = {name: alpha / total for (name, alpha), total in zip(names.items(), totals, strict=True)}
+            shares = {
+                name: alpha / max(total, 1e-6) for (name, alpha), total in zip(names.items(), totals, strict=True)
+            }
             measured = measure(self.trained, judged, self.options.losses, weights, shares)
             loss, sums[:-1] = measured.loss, torch.stack([measured.sums[name] for name in names])
         if bce is not None:
-            loss = loss + self.options.losses.confidence * bce[0] / events
+            loss = loss + self.options.losses.confidence * bce[0] / max(events, 1e-6)
             sums[-1] = bce[0].detach()
         means = self.ranks.add(sums) / torch.tensor([*totals, events])
         return loss, dict(zip([*names, "confidence"], means.tolist(), strict=True))
@@ -117,19 +122,22 @@ class Follower:
         return Judged(states, self.trained.to_columns(blocks.labels), law, index, counted)
 
     def _confidence(self, batch: RoundBatch, seen: Capture) -> losses.SumCount | None:
-        """(sum, count) of the head's cross entropy against what the verifier did to the drafted tokens."""
+        """(sum, count) of the head's cross entropy against what the verifier did to the drafted tokens. The features
+        are the policy's as it is now, an update after the rounds; the head alone learns."""
         if self.trained.confidence_head is None or not self.options.losses.confidence:
             return None
         served, drafted = self.serving, batch.drafted
         labels, observed = observed_events(batch.verified, batch.accepted, self.trained.config.num_predictions)
         begin = batch.offsets[batch.sequence]
         anchor_ids = batch.ids[begin + batch.anchors]
-        with torch.no_grad():  # as it was served: the head alone learns here
+        with torch.no_grad():
             context = served.encode(seen.features, batch.positions())
             hidden = served.backbone(anchor_ids, batch.anchors, drafted, context, begin, begin + batch.anchors)
             law = served.law(served.draft_logits(hidden, anchor_ids, drafted), drafted)
-        logits = self.trained.draft_confidence(hidden.float(), anchor_ids, drafted, law)
-        assert logits is not None, "just looked"
+            previous = torch.cat([anchor_ids[:, None], drafted[:, :-1]], dim=1)
+            markov = self.trained.markov_head
+            embedding = None if markov is None else markov.markov_w1(previous)
+        logits = self.trained.confidence_logits(hidden.float(), embedding, law)
         observed = observed & seen.finite[batch.sequence][:, None]
         return losses.confidence_bce(logits, labels, observed.float())
 

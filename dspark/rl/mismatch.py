@@ -36,8 +36,8 @@ def refuse_difference(trajectories: Sequence[Trajectory], logprobs: Tensor, raw:
 
 
 def spread(ours: Tensor, theirs: Tensor) -> float:
-    """The largest absolute difference; 0 for no tokens."""
-    return float((ours.detach() - theirs).abs().max()) if len(ours) else 0.0
+    """The largest absolute difference; 0 for no tokens, infinity where one is no number."""
+    return float((ours.detach() - theirs).abs().nan_to_num(torch.inf).max()) if len(ours) else 0.0
 
 
 def _token(trajectories: Sequence[Trajectory], index: int) -> tuple[Trajectory, int]:

@@ -47,11 +47,11 @@ def surrogate(logprobs: Tensor, tokens: Tokens, kind: Objective, low: float, hig
     return -(tokens.weights(kind) * term).sum(), tokens.counted.sum().float()
 
 
-def kl_to_reference(raw: Tensor, reference: Tensor, tokens: Tokens, kind: Objective) -> SumCount:
-    """k3, an unbiased and never negative estimate of KL(policy || reference) on sampled tokens: exp(d) - 1 - d with
-    d = reference - raw (http://joschu.net/blog/kl-approx.html). Both [N] fp32, of the softmax at temperature 1 over the
-    whole vocabulary, for under truncation the two laws do not share a support."""
-    difference = reference - raw
+def kl_to_reference(ours: Tensor, reference: Tensor, tokens: Tokens, kind: Objective) -> SumCount:
+    """k3, a never negative estimate of KL(policy || reference) on sampled tokens: exp(d) - 1 - d with d = reference -
+    ours (http://joschu.net/blog/kl-approx.html). Both [N] fp32, log-probabilities of one law; unbiased where the tokens
+    were drawn from it with the policy's present weights. Nats a token, weighted as the loss is."""
+    difference = reference - ours
     return (tokens.weights(kind) * (difference.exp() - 1 - difference)).sum(), tokens.counted.sum().float()
 
 

@@ -13,6 +13,7 @@ weights whole), value functions.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from dspark.contracts import DsparkError
@@ -31,11 +33,12 @@ from dspark.rl.masters import Masters
 from dspark.rl.options import FollowOptions, ObjectiveOptions, PolicyOptimizerOptions
 from dspark.rl.ranks import Ranks
 from dspark.rl.rollout import Rollout, folder, roll
-from dspark.rl.run_record import keep_run_record, refuse_other_settings
+from dspark.rl.run_record import keep_run_record, refuse_other_run
 from dspark.rl.save import save_drafter, save_policy
 from dspark.rl.start import Start
 from dspark.rl.update import Updates
 from dspark.rollouts.config import RolloutConfig
+from dspark.rollouts.store import read_trajectories
 from dspark.runner.lookup import Lookup
 from dspark.training.batches import BatchPlan, TrainStream
 from dspark.training.optim import make_optimizer
@@ -43,7 +46,7 @@ from dspark.training.options import as_options, plain
 from dspark.training.ranges import COUNT, NATURAL, NOT_NEGATIVE, SHARE, check
 
 T = TypeVar("T")
-MASTERS_KEY, FOLLOW_KEY, HISTORY_KEY = "dspark_masters", "dspark_follow", "dspark_history"
+MASTERS_KEY, FOLLOW_KEY, HISTORY_KEY, RECORD_KEY = "dspark_masters", "dspark_follow", "dspark_history", "dspark_record"
 # Settings that may be others when a run is resumed: paths (hashes count) and what shows in no result.
 FREE = ("batch_size", "target", "drafter", "prompts", "curve", "out", "keep_policies")
 
@@ -105,6 +108,8 @@ class PolicyModule(LightningModule):
             ("rollout.reward", bool(config.reward), "module:function or file.py:function", config.reward),
             ("rollout.samples_per_prompt", config.samples_per_prompt > 1, "> 1, a group", config.samples_per_prompt),
             ("rollout.temperature", config.temperature > 0, "> 0, to explore", config.temperature),
+            ("rollout.verifier", config.verifier == "coupled", "coupled: under rejection a trajectory depends on the "
+             "draft model, whose policy moves", config.verifier),
             ("rollout.truncation", config.truncation in ("", "off"), "off: updates read all", config.truncation),
             ("rollout.engine", config.engine == "dspark", "dspark: it shares the policy's weights", config.engine),
             ("rollout.workers", config.workers == 1, "1 (more processes: trainer.strategy ddp)", config.workers),
@@ -128,6 +133,7 @@ class PolicyModule(LightningModule):
         _refuse_trainer(self.trainer, self.objective.updates_per_rollout)
         if not self._parts:
             self._parts.append(Start.load(self.rollout, self.random_weights, self.objective.kl > 0))
+            _refuse_to_follow(self.follow, self.start.config)
             self.policy = self.start.policy
             self.masters = Masters(self.policy.named_parameters())
 
@@ -153,22 +159,36 @@ class PolicyModule(LightningModule):
 
     def on_fit_start(self) -> None:
         """Makes what a checkpoint fills only now, and refuses to go on among another run's rollouts."""
-        rollouts = -(-max(self.trainer.max_steps, 1) // self.objective.updates_per_rollout)
+        rollouts = -(-self.trainer.max_steps // self.objective.updates_per_rollout)
         bundle, total = self.start.bundle, self.follow.optimizer.total_steps or rollouts * self.follow.steps
         self.follower = Follower(bundle.drafter, self.policy.target, self.follow, total, self.ranks) if bundle else None
-        self.lookup = Lookup(self.rollout.lookup) if self.rollout.lookup else None
         if self._resumed:
             self.masters.load_state_dict(self._resumed[MASTERS_KEY])
             self.history = History(self._resumed[HISTORY_KEY])
             if self.follower:
                 self.follower.load_state_dict(self._resumed[FOLLOW_KEY])
         if self.trainer.is_global_zero:
-            keep_run_record(self.rollout.out, {"settings": self._settled(), **self.start.record()})
+            keep_run_record(self.rollout.out, self._record(), len(self.history.lines) * self.trainer.world_size)
+        self.lookup = Lookup(self.rollout.lookup) if self.rollout.lookup else None
+        self._recall()
 
-    def _settled(self) -> dict[str, Any]:
-        """The settings that decide on the run's results."""
-        given = {name: value for name, value in self.hparams.items() if not name.startswith("_")}
-        return _deciding(given)
+    def _record(self) -> dict[str, Any]:
+        """What decides on the run's results, and which builds and threads make them."""
+        given = {name: value for name, value in self.hparams.items() if name not in FREE and not name.startswith("_")}
+        given["rollout"] = {name: value for name, value in given["rollout"].items() if name not in FREE}
+        record = {"settings": given, "processes": self.trainer.world_size, **self.start.record()}
+        return dict(json.loads(json.dumps(record)))  # plain types, as both files give them back
+
+    def _recall(self) -> None:
+        """A resumed run's lookup: what this process wrote in the last rollouts, as far as the window goes."""
+        if self.lookup is None:
+            return
+        world, rank = self.trainer.world_size, self.trainer.global_rank
+        size = self.rollout.samples_per_prompt * self.prompts_per_rollout
+        for number in range(max(0, len(self.history.lines) - -(-self.lookup.window // size)), len(self.history.lines)):
+            place = folder(self.rollout.out, number * world + rank)
+            for t in read_trajectories(place) if place.exists() else ():
+                self.lookup.remember(t.prompt_ids, t.response_ids)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -188,17 +208,22 @@ class PolicyModule(LightningModule):
             save_policy(folder, self.policy.target, self.rollout.target)
 
     def _roll(self, places: list[int], number: int) -> Rollout:
-        drafter = self.follower.serving if self.follower else None
+        """The rollout of that number; without a draft model in its manifest's settings, for it replays without."""
+        drafter = self.follower.serve() if self.follower else None
         world, rank = self.trainer.world_size, self.trainer.global_rank
         config = replace(
-            self.start.settled(self.rollout), run_seed=derive_seed(self.rollout.run_seed, "rollout", number),
-            skip=0, limit=0, out=str(folder(self.rollout.out, number * world + rank)),
+            self.start.config, run_seed=derive_seed(self.rollout.run_seed, "rollout", number), skip=0, limit=0,
+            drafter="", out=str(folder(self.rollout.out, number * world + rank)),
         )  # fmt: skip
-        prompts = [self.start.prompts[i] for i in places]
-        engine, facts = self.start.engine(config, drafter, self.lookup), self.start.facts(config, drafter)
-        return roll(
-            prompts, engine, config, facts, self.policy.target.eos_ids, self.start.tokenizer, self.max_failed_share
-        )
+        prompts, facts = [self.start.prompts[i] for i in places], self.start.facts(drafter)
+        rollout = roll(
+            prompts, self.start.engine(drafter, self.lookup), config, facts, self.policy.target.eos_ids,
+            self.start.tokenizer, self.start.reward, self.max_failed_share,
+        )  # fmt: skip
+        if self.lookup and not rollout.seconds:  # it was there already
+            for t in rollout.trajectories:
+                self.lookup.remember(t.prompt_ids, t.response_ids)
+        return rollout
 
     def _updates(self) -> Updates:
         return Updates(
@@ -217,30 +242,28 @@ class PolicyModule(LightningModule):
         self, number: int, rollout: Rollout, learned: dict[str, float], followed: dict[str, float],
         seconds: dict[str, float],
     ) -> None:  # fmt: skip
-        """This rank's figures of the rollout, and all ranks' of the updates."""
-        block = self.start.bundle.config.num_predictions if self.start.bundle else 0
-        shown = rollout_figures(rollout, max(block, self.rollout.lookup))
+        """Figures over all ranks; the seconds are this one's."""
+        shown = rollout_figures(rollout, bool(self.follower or self.lookup), self.ranks.add)
         lines = {"rollout": shown, "train": learned, "follow": followed, "seconds": seconds}
         flat = {f"{group}/{name}": value for group, values in lines.items() for name, value in values.items()}
         self.log_dict({k: v for k, v in flat.items() if v == v}, batch_size=1)
         self.log("reward", shown["reward"], prog_bar=True, logger=False, batch_size=1)
         if self.trainer.is_global_zero:
-            self.history.add(
-                {"rollout": number, "step": self.trainer.global_step, **flat}, self.trainer.default_root_dir
-            )
+            line = {"rollout": number, "step": self.trainer.global_step, "policy": rollout.policy, **flat}
+            self.history.add(line, self.trainer.default_root_dir)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[MASTERS_KEY], checkpoint[HISTORY_KEY] = self.masters.state_dict(), self.history.lines
         checkpoint[FOLLOW_KEY] = self.follower.state_dict() if self.follower else {}
+        checkpoint[RECORD_KEY] = self._record()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises DsparkError when the run that wrote the checkpoint had other settings."""
-        if MASTERS_KEY not in checkpoint:
+        if RECORD_KEY not in checkpoint:
             raise DsparkError("checkpoint: expected one of an RL run, but it holds no policy's. Give its last.ckpt.")
-        saved = {name: value for name, value in checkpoint["hyper_parameters"].items() if not name.startswith("_")}
-        refuse_other_settings("checkpoint", _deciding(saved), self._settled())
+        refuse_other_run("checkpoint", checkpoint[RECORD_KEY], self._record())
         self._resumed = {key: checkpoint[key] for key in (MASTERS_KEY, FOLLOW_KEY, HISTORY_KEY)}
 
     def on_fit_end(self) -> None:
@@ -250,16 +273,20 @@ class PolicyModule(LightningModule):
         root = Path(self.trainer.default_root_dir)
         save_policy(root / "policy", self.policy.target, self.rollout.target)
         told = [f"policy: {root / 'policy'}"]
-        if self.follower:
-            save_drafter(root / "drafter", self.follower.trained, self.policy.target)
+        if self.follower and self.start.bundle:
+            save_drafter(root / "drafter", self.follower.serving, self.policy.target, self.start.bundle)
             told.append(f"draft model: {root / 'drafter'}")
         print("; ".join(told), file=sys.stderr)
 
 
-def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
-    """Without what may be another when a run is resumed."""
-    kept = {name: value for name, value in settings.items() if name not in FREE}
-    return kept | {"rollout": {name: value for name, value in settings["rollout"].items() if name not in FREE}}
+def _refuse_to_follow(follow: FollowOptions, config: RolloutConfig) -> None:
+    """Raises DsparkError where a round depends on more than its own sequence: whole blocks of some rounds alone say
+    nothing of the others, and a run that was resumed would learn from other rounds."""
+    if follow.steps and (config.policy != "fixed" or config.lookup):
+        raise DsparkError(
+            f"model.init_args.follow.steps: expected 0 unless every round is the draft model's and of fixed length, "
+            f"but got {follow.steps} with policy {config.policy} and lookup {config.lookup}."
+        )
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:
@@ -270,6 +297,8 @@ def _timed(work: Callable[[], T]) -> tuple[T, float]:
 def _refuse_trainer(trainer: Trainer, updates: int) -> None:
     """Raises DsparkError for a trainer that would not do what the recipe says."""
     strategy = trainer.strategy
+    savers = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    odd = [n for c in savers if (n := c._every_n_train_steps) and n % updates]
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise DsparkError(
             f"trainer.strategy: expected one process or ddp, but got {type(strategy).__name__}: the runner needs the "
@@ -280,6 +309,8 @@ def _refuse_trainer(trainer: Trainer, updates: int) -> None:
          trainer.precision),
         ("max_steps", trainer.max_steps > 0 and trainer.max_steps % updates == 0,
          f"a multiple of objective.updates_per_rollout ({updates})", trainer.max_steps),
+        ("callbacks", not odd, f"checkpoints every so many steps that {updates} (updates_per_rollout) divides", odd),
+        ("accelerator", strategy.root_device.type == "cpu", "cpu, where the operations are", strategy.root_device),
     )  # fmt: skip
     for name, ok, wanted, got in checks:
         if not ok:

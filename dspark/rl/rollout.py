@@ -20,9 +20,9 @@ from dspark.contracts import Completion, DsparkError, Request, Round
 from dspark.corpus.prompts import Prompt
 from dspark.rollouts.collect import Generator, collect
 from dspark.rollouts.config import RolloutConfig
+from dspark.rollouts.rewards import Reward
 from dspark.rollouts.store import read_rounds, read_trajectories
 from dspark.rollouts.trajectory import Trajectory
-from dspark.runner.acceptance import Acceptance, Drafted, acceptance
 from dspark.runner.score import Finished
 from dspark.training.sources import Sample
 
@@ -30,12 +30,13 @@ from dspark.training.sources import Sample
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """trajectories in the folder's order, their rounds by id, what collect() told, and the seconds that generating
-    took, rewards apart (0 where all of it was there already)."""
+    took, rewards apart (0 where all of it was there already). policy: fingerprint of the weights that sampled."""
 
     trajectories: list[Trajectory]
     rounds: dict[str, list[Round]]
     summary: dict[str, Any]
     seconds: float
+    policy: str
 
     @property
     def rewards(self) -> Tensor:
@@ -48,14 +49,15 @@ class Rollout:
         names = {name: i for i, name in enumerate(dict.fromkeys(t.group_id for t in self.trajectories))}
         return torch.tensor([names[t.group_id] for t in self.trajectories])
 
-    def acceptance(self, slots: int) -> Acceptance:
-        return acceptance(
-            (
-                Drafted(t.domain, self.rounds.get(t.trajectory_id, []), len(t.prompt_ids) + len(t.response_ids) - 1)
-                for t in self.trajectories
-            ),
-            slots,
-        )
+    def passes(self) -> tuple[int, int]:
+        """Passes of the policy that decoded, one for each token that came without drafts too; drafts accepted."""
+        passes = accepted = 0
+        for t in self.trajectories:
+            rounds, last = self.rounds.get(t.trajectory_id, []), len(t.prompt_ids) + len(t.response_ids) - 1
+            in_rounds = sum(min(r.accepted + 1, last - r.anchor) for r in rounds)
+            passes += len(rounds) + len(t.response_ids) - 1 - in_rounds
+            accepted += sum(r.accepted for r in rounds)
+        return passes, accepted
 
     def samples(self) -> list[Sample]:
         """As the draft model's training reads them, with the rounds that it drafted itself."""
@@ -74,15 +76,16 @@ def roll(
     facts: Mapping[str, Any],
     eos_ids: tuple[int, ...],
     tokenizer: Any,
+    reward: Reward,
     max_failed_share: float,
 ) -> Rollout:
     """Collects into config.out, or finds it there. Raises DsparkError when the folder is another rollout's, and when
     more than `max_failed_share` of the samples have no reward. No prompts: a rank for which none were left."""
     if not prompts:
-        return Rollout([], {}, {}, 0.0)
+        return Rollout([], {}, {}, 0.0, facts["target"])
     timed = _Timed(engine)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    summary = collect(prompts, timed, config, config.out, dict(facts), eos_ids=eos_ids, decode=decode)
+    summary = collect(prompts, timed, config, config.out, dict(facts), eos_ids=eos_ids, decode=decode, reward=reward)
     failed = summary["rewards_missing"]
     if failed > max_failed_share * summary["trajectories"]:
         said = "; ".join(summary["reward_errors"]) or "an earlier run of this folder met them"
@@ -90,7 +93,7 @@ def roll(
             f"{config.out}: expected rewards, but the function failed on {failed} of {summary['trajectories']} samples "
             f"({said}). Mend it, or raise max_failed_share; the samples are kept."
         )
-    return Rollout(read_trajectories(config.out), read_rounds(config.out), summary, timed.seconds)
+    return Rollout(read_trajectories(config.out), read_rounds(config.out), summary, timed.seconds, facts["target"])
 
 
 class _Timed:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dspark.drafter.model import Drafter
-from dspark.export.bundle import save_bundle
+from dspark.export.bundle import Bundle, save_bundle, write_calibration
 from dspark.files import atomic_dir, share
 from dspark.target.checkpoint import CONFIG, SINGLE, read_config_dict
 from dspark.target.decoder import Target
@@ -20,7 +20,7 @@ from dspark.target.load import checkpoint_dir
 from dspark.target.weights import plan
 
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
-           "chat_template.jinja")  # fmt: skip
+           "chat_template.jinja", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model")  # fmt: skip
 
 
 def save_policy(folder: Path, policy: Target, source: str) -> None:
@@ -31,11 +31,15 @@ def save_policy(folder: Path, policy: Target, source: str) -> None:
     save_target(folder, policy, raw, origin)
 
 
-def save_drafter(folder: Path, drafter: Drafter, policy: Target) -> str:
-    """The draft model as a bundle made for the policy as it is now. Returns its hash."""
+def save_drafter(folder: Path, drafter: Drafter, policy: Target, origin: Bundle) -> None:
+    """The draft model as a bundle made for the policy as it is now. A calibration of the bundle that it comes from goes
+    along, marked as carried: its maps were fitted before the policy moved."""
     made_for = Drafter(replace(drafter.config, target_fingerprint=policy.fingerprint), drafter.draft_ids)
     made_for.load_state_dict(drafter.state_dict())
-    return save_bundle(folder, made_for.to(policy.dtype), {"dtype": str(policy.dtype).removeprefix("torch.")})
+    save_bundle(folder, made_for.to(policy.dtype), {"dtype": str(policy.dtype).removeprefix("torch.")})
+    if origin.calibration is not None and drafter.confidence_head is not None:
+        data_hash = origin.calibration["data_hash"]
+        write_calibration(folder, drafter.confidence_head.maps, data_hash, carried_from=origin.hash)
 
 
 def save_target(folder: Path, target: Target, raw: dict[str, Any], tokenizer: Path) -> None:

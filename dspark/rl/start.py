@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,15 @@ from dspark.corpus.prompts import Prompt, load_prompts, prompts_hash
 from dspark.drafter.identity import identity_hash, layers_hash, tensor_hashes
 from dspark.drafter.model import Drafter
 from dspark.export.bundle import Bundle, check_target, load_bundle
-from dspark.export.switches import apply_temperature_switch, resolve_gamma, resolve_policy, serving_options
+from dspark.export.switches import apply_temperature_switch, serving_options
 from dspark.files import sha256_json
 from dspark.rl.policy import Policy
 from dspark.rollouts.config import RolloutConfig
 from dspark.rollouts.facts import calibration_hash, tokenizer_hash
 from dspark.rollouts.manifest import run_facts
-from dspark.runner import Engine
+from dspark.rollouts.rewards import Reward, load_reward
+from dspark.rollouts.settle import longest_prompt, settled
+from dspark.runner import Engine, EngineOptions
 from dspark.runner.curve import CapacityCurve
 from dspark.runner.lookup import Lookup
 from dspark.target.decoder import Target
@@ -32,7 +34,7 @@ from dspark.target.load import load_target, load_tokenizer, random_target
 class Start:
     """policy: the weights the run starts from, its own copy. reference: another copy, None without a KL term. started:
     the fingerprint of both. prompts: distinct, in the file's order, skip and limit applied. bundle: the draft model,
-    None without one."""
+    None without one. config: the rollouts' settings, settled."""
 
     policy: Policy
     reference: Policy | None
@@ -42,6 +44,8 @@ class Start:
     prompts: list[Prompt]
     bundle: Bundle | None
     curve: CapacityCurve | None
+    reward: Reward
+    config: RolloutConfig
 
     @staticmethod
     def load(config: RolloutConfig, random_weights: float, with_reference: bool) -> Start:
@@ -53,23 +57,14 @@ class Start:
         if bundle:
             check_target(bundle, target)
             apply_temperature_switch(bundle)
+        config, reward = settled(config, bundle), load_reward(config.reward)
+        assert reward is not None, "a module without a reward is refused before"
         policy, tokenizer = Policy(target), load_tokenizer(config.target)
         return Start(
             policy, copy.deepcopy(policy).requires_grad_(False) if with_reference else None, target.fingerprint,
             tokenizer, tokenizer_hash(tokenizer), _prompts(config, tokenizer, target), bundle,
-            CapacityCurve.load(config.curve) if config.curve else None,
+            CapacityCurve.load(config.curve) if config.curve else None, reward, config,
         )  # fmt: skip
-
-    def settled(self, config: RolloutConfig) -> RolloutConfig:
-        """With what the switches and the draft model say where the recipe says nothing, for the manifests."""
-        if self.bundle is None:
-            return replace(config, policy=config.policy or "fixed", truncation="off")
-        return replace(
-            config,
-            policy=resolve_policy(config.policy, config.verifier),
-            gamma=resolve_gamma(config.gamma, self.bundle) or self.bundle.config.num_predictions,
-            truncation="off",
-        )
 
     def record(self) -> dict[str, Any]:
         """What a run begins from, by hash."""
@@ -77,18 +72,23 @@ class Start:
             "started": self.started,
             "prompts": prompts_hash(self.prompts),
             "drafter": self.bundle.hash if self.bundle else None,
+            "tokenizer": self.tokenizer_hash,
+            "reward": self.reward.code,
+            "kernels": {k: v for k, v in ops.fingerprint().items() if k != "threads"},
+            "torch": str(torch.__version__),
             "threads": torch.get_num_threads(),
         }
 
-    def engine(self, config: RolloutConfig, drafter: Drafter | None, lookup: Lookup | None) -> Engine:
+    def engine(self, drafter: Drafter | None, lookup: Lookup | None) -> Engine:
         """A runner over the policy's weights as they are at any time. lookup: what it has written lately."""
+        config = self.config
         options = serving_options(
-            self.bundle, config.verifier, config.gamma, config.batch_size, policy=config.policy, curve=self.curve,
+            self.bundle, config.verifier, config.gamma, config.batch_size, policy=config.policy or "fixed", curve=self.curve,
             threshold=config.threshold, commit_to_cap=config.commit_to_cap, truncation=config.truncation,
         )  # fmt: skip
         return Engine(self.policy.target, drafter, options, lookup)
 
-    def facts(self, config: RolloutConfig, drafter: Drafter | None) -> dict[str, Any]:
+    def facts(self, drafter: Drafter | None) -> dict[str, Any]:
         """What the next rollout's manifest records: the weights of policy and draft model are hashed as they are."""
         hashes = tensor_hashes(drafter.state_dict()) if drafter else {}
         calibration = self.bundle.calibration if self.bundle else None
@@ -98,8 +98,8 @@ class Start:
             draft_layers=layers_hash(drafter.config, hashes) if drafter else None,
             calibration=calibration_hash(drafter.confidence_head, calibration) if drafter else None,
             tokenizer=self.tokenizer_hash,
-            verifier=config.verifier,
-            dtype=config.dtype,
+            verifier=self.config.verifier,
+            dtype=self.config.dtype,
             device="cpu",
             kernels=ops.fingerprint(),
             threads=torch.get_num_threads(),
@@ -114,9 +114,9 @@ def _target(config: RolloutConfig, random_weights: float) -> Target:
 
 
 def _prompts(config: RolloutConfig, tokenizer: Any, target: Target) -> list[Prompt]:
-    longest = target.config.max_position_embeddings - config.max_tokens
+    longest = longest_prompt(config, target, EngineOptions().kv_tokens)
     aside = Path(config.out.rstrip("/") + ".quarantine.jsonl")
-    found = load_prompts(config.prompts, tokenizer, config.split or None, aside, max_tokens=max(1, longest))
+    found = load_prompts(config.prompts, tokenizer, config.split or None, aside, max_tokens=longest)
     distinct = list({prompt.prompt_id: prompt for prompt in found.prompts}.values())[config.skip :]
     chosen = distinct[: config.limit] if config.limit else distinct
     if not chosen:

@@ -7,11 +7,13 @@ which also notes the tokens that truncation kept (support.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from dspark.contracts import DsparkError
 from dspark.rl.advantage import advantages
 from dspark.rl.masters import Masters
 from dspark.rl.mismatch import recorded, refuse_difference, spread
@@ -83,44 +85,56 @@ class Updates:
         places = [i for chunk in chunks for i in chunk]
         tokens = sum(len(trajectories[i].response_ids) for i in places)
         samples, total = self.ranks.add(torch.tensor([float(counted[places].sum()), float(tokens)])).tolist()
-        sums, diff = torch.zeros(len(SUMS)), 0.0
+        sums, diff = torch.zeros(len(SUMS) + 1), 0.0
         for number, chunk in enumerate(chunks):
             chosen = [trajectories[i] for i in chunk]
             logprobs, raw = self.policy.logprobs(finished(chosen), supports[number] if supports else None)
             if supports is None:
                 refuse_difference(chosen, logprobs, raw)
-            diff = max(diff, spread(logprobs, recorded(chosen)[0]))
+            theirs = recorded(chosen)
+            diff = max(diff, spread(logprobs, theirs[0]), 0.0 if supports else spread(raw, theirs[1]))
             loss, parts = self._loss(chosen, gain[chunk], counted[chunk], logprobs, raw)
             self._backward(loss * self.ranks.world / max(samples, 1.0) + self._zero())
             self.masters.take()
             sums += parts
         norm = torch.nn.utils.clip_grad_norm_(self.masters.tensors, self.max_norm)
+        _refuse_not_finite(float(norm), float(sums[0]))
         self._step()
         self.masters.give()
-        means = self.ranks.add(sums) / torch.tensor([max(samples, 1.0)] * 2 + [max(total, 1.0)] * 2)
+        *values, live = self.ranks.add(sums).tolist()
+        means = [v / max(n, 1.0) for v, n in zip(values, (samples, samples, live, total), strict=True)]
         diff = self.ranks.largest(diff)
-        return {**dict(zip(SUMS, means.tolist(), strict=True)), "gradient_norm": float(norm), "diff": diff}
+        return {**dict(zip(SUMS, means, strict=True)), "gradient_norm": float(norm), "diff": diff}
 
     def _loss(
         self, chosen: Sequence[Trajectory], gain: Tensor, counted: Tensor, logprobs: Tensor, raw: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The sum to be minimised, and SUMS without gradient."""
+        """The sum to be minimised; SUMS without gradient, and the tokens that count."""
         kind, low, high = self.options.kind, self.options.clip_low, self.options.clip_high
         lengths = torch.tensor([len(t.response_ids) for t in chosen], dtype=torch.int64)
         sample = torch.arange(len(chosen)).repeat_interleave(lengths)
         tokens = Tokens(sample, gain, counted, lengths, self.most, recorded(chosen)[0])
         loss, _ = surrogate(logprobs, tokens, kind, low, high)
-        cut, _ = clipped(logprobs, tokens, kind, low, high)
+        cut, live = clipped(logprobs, tokens, kind, low, high)
         kl = torch.zeros(())
         if self.reference is not None:
+            cut_off = any(truncates(t.params) for t in chosen)  # then the two laws do not share a support
             with torch.no_grad():
-                _, reference = self.reference.logprobs(finished(chosen))
-            kl, _ = kl_to_reference(raw, reference, tokens, kind)
+                reference = self.reference.logprobs(finished(chosen))
+            kl, _ = kl_to_reference(raw if cut_off else logprobs, reference[int(cut_off)], tokens, kind)
             loss = loss + self.options.kl * kl
-        return loss, torch.stack([loss.detach(), kl.detach(), cut, -raw.detach().sum()])
+        return loss, torch.stack([loss.detach(), kl.detach(), cut, -raw.detach().sum(), live])
 
     def _zero(self) -> Tensor | float:
         """A loss of 0 that touches every weight, so that ranks without samples reduce with the others."""
         if self.ranks.world == 1:
             return 0.0
-        return torch.stack([p.sum() for p in self.policy.parameters()]).sum().float() * 0.0
+        return torch.stack([p.float().sum() * 0.0 for p in self.policy.parameters()]).sum()
+
+
+def _refuse_not_finite(norm: float, loss: float) -> None:
+    if not (math.isfinite(norm) and math.isfinite(loss)):
+        raise DsparkError(
+            f"rl: expected a finite gradient, but its norm is {norm} and the loss {loss}. Nothing was updated; lower "
+            "optimizer.lr or objective.updates_per_rollout, or look at the rewards, and go on from last.ckpt."
+        )

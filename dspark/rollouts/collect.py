@@ -18,7 +18,7 @@ from dspark.corpus.prompts import Prompt, prompts_hash
 from dspark.noise import derive_seed
 from dspark.rollouts.aside import faulty
 from dspark.rollouts.config import RolloutConfig
-from dspark.rollouts.rewards import RewardInput, Scorer, load_reward
+from dspark.rollouts.rewards import Reward, RewardInput, Scorer, load_reward
 from dspark.rollouts.store import TrajectoryWriter
 from dspark.rollouts.trajectory import Trajectory, completion_fields, sampling_json
 
@@ -47,6 +47,7 @@ def collect(
     *,
     eos_ids: tuple[int, ...] = (),
     decode: Decode | None = None,
+    reward: Reward | None = None,
 ) -> dict[str, Any]:
     """Generates `config.samples_per_prompt` trajectories per prompt into `out_dir`, continuing what is there.
 
@@ -55,6 +56,7 @@ def collect(
     manifest_base: manifest.run_facts of this engine; with "engine" in it, another one than ours: what it gives no
     finite log-probabilities for is set aside. on_progress(done, total, tokens) counts what is on disk, earlier runs
     included. eos_ids: stop tokens when config.stop_ids is None. decode: token ids to text, for the reward.
+    reward: config.reward, where it was loaded before.
     Returns counts and the speed of this call. Raises DsparkError when no prompt is left, the folder holds another
     run, or the runner returns a record that breaks its rules.
     """
@@ -67,7 +69,7 @@ def collect(
     canonical = sorted(chosen, key=lambda prompt: prompt.prompt_id)
     items = [(prompt, sample) for prompt in canonical for sample in range(config.samples_per_prompt)]
     params = config.params(eos_ids)
-    reward = load_reward(config.reward)
+    reward = reward or load_reward(config.reward)
     scorer = Scorer(reward.function if reward else None)
     run = {
         **manifest_base,

@@ -75,7 +75,7 @@ def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 def partition(sizes: Sequence[int], order: Sequence[int], parts: int) -> list[list[int]]:
     """Cut items, taken in `order`, into exactly `parts` runs of nearly equal total size (a run may be empty)."""
-    total = max(1, sum(sizes))
+    total = max(1, sum(sizes[item] for item in order))
     groups: list[list[int]] = [[] for _ in range(parts)]
     before = 0
     for item in order:

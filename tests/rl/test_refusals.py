@@ -98,7 +98,7 @@ def test_a_checkpoint_of_something_else(tiny_rl: Any, tmp_path: Path) -> None:
 
     tiny_rl.run(tmp_path, 2)
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    del saved["dspark_masters"]
+    del saved["dspark_record"]
     torch.save(saved, tmp_path / "other.ckpt")
     with pytest.raises(DsparkError, match=r"expected one of an RL run"):
         tiny_rl.run(tmp_path, 4, ckpt=str(tmp_path / "other.ckpt"))
