@@ -1,6 +1,6 @@
 """RL runs side by side over their rollouts: how the draft model keeps up with a policy that moves, in one plot.
 
-Reads what each run left in history.jsonl. Runs that share a policy (the same rewards to the bit) differ in nothing but
+Reads what each run left in history.jsonl. Runs that share a policy (its hash before every rollout) differ in nothing but
 who drafted: that is said, for then the curves can be compared point by point.
 """
 
@@ -37,9 +37,9 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def same_policy(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> bool:
-    """Whether all runs rewarded and trained the same, to the bit, as far as the shortest goes."""
+    """Whether all runs sampled every rollout with the same weights, by hash, as far as the shortest goes."""
     shortest = min(map(len, runs.values()))
-    told = [[(line["rollout/reward"], line["train/nats"]) for line in lines[:shortest]] for lines in runs.values()]
+    told = [[line["policy"] for line in lines[:shortest]] for lines in runs.values()]
     return all(one == told[0] for one in told)
 
 

@@ -82,6 +82,8 @@ def _text(found: dict[str, rl_step.Timing], options: RlOptions) -> str:
         low, middle, high = one.ratio
         ratio = f"{low:.2f} {middle:.2f} {high:.2f}"
         lines.append(f"{name:<16}{one.rollout[1]:>9.2f}{one.update[1]:>9.2f}{ratio:>33}{one.differs:>10.1e}")
+    equal = found[rl_step.WHOLE].ratio[1]
+    lines.append(f"matching over plain at equal work (whole prompts): {equal:.2f}")
     if rl_step.SPECULATIVE in found:
         drafted, alone = found[rl_step.SPECULATIVE], found[rl_step.MATCHING]
         lines.append(
@@ -106,7 +108,8 @@ def follow(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"same_policy": same, "runs": runs}))
     else:
-        said = "all runs rewarded and trained the same, to the bit" if same else "the runs trained different policies"
+        said = "the same policy in all runs, by the hash of its weights before every rollout"
+        said = said if same else "the runs trained different policies"
         print("\n".join([*following.table(runs), said]))
     if args.out:
         atomic_write(args.out, png(following.figure(runs)))

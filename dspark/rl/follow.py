@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dspark import ops
+from dspark.contracts import DsparkError
 from dspark.drafter.model import Drafter
 from dspark.rl.options import FollowOptions
 from dspark.rl.ranks import Ranks
@@ -40,7 +41,7 @@ class Follower:
     """
 
     def __init__(self, drafter: Drafter, policy: Target, options: FollowOptions, total: int, ranks: Ranks):
-        self.options, self.policy, self.ranks = options, policy, ranks
+        self.options, self.policy, self.ranks, self.total = options, policy, ranks, total
         self.trained = Drafter(drafter.config, drafter.draft_ids)
         self.trained.load_state_dict(drafter.state_dict())
         self.serving = drafter.to(policy.dtype).eval()
@@ -147,9 +148,16 @@ class Follower:
             "drafter": self.trained.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
+            "total": self.total,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises DsparkError where the schedule would be bent: another number of steps in all."""
+        if state["total"] != self.total and self.options.optimizer.min_lr_ratio < 1:
+            raise DsparkError(
+                f"follow.optimizer: expected {state['total']} steps in all, by which its rate falls, but got "
+                f"{self.total}. Give total_steps: {state['total']}, or the trainer.max_steps that began the run."
+            )
         self.trained.load_state_dict(state["drafter"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(dict(state["schedule"]))  # takes a part out of what it is given

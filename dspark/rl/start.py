@@ -83,8 +83,9 @@ class Start:
         """A runner over the policy's weights as they are at any time. lookup: what it has written lately."""
         config = self.config
         options = serving_options(
-            self.bundle, config.verifier, config.gamma, config.batch_size, policy=config.policy or "fixed", curve=self.curve,
-            threshold=config.threshold, commit_to_cap=config.commit_to_cap, truncation=config.truncation,
+            self.bundle, config.verifier, config.gamma, config.batch_size, policy=config.policy or "fixed",
+            curve=self.curve, threshold=config.threshold, commit_to_cap=config.commit_to_cap,
+            truncation=config.truncation,
         )  # fmt: skip
         return Engine(self.policy.target, drafter, options, lookup)
 

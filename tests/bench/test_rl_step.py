@@ -58,7 +58,7 @@ def test_a_side_that_does_not_match_is_an_error(target: Target, monkeypatch: pyt
 
 def history(folder: Path, tau: list[float], reward: float = 0.5) -> str:
     folder.mkdir()
-    lines = [{"rollout": i, "rollout/tau": t, "rollout/ece": None, "rollout/reward": reward, "train/nats": 1.0}
+    lines = [{"rollout": i, "rollout/tau": t, "rollout/ece": None, "rollout/reward": reward, "policy": f"{i} {reward}"}
              for i, t in enumerate(tau)]  # fmt: skip
     (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(folder)

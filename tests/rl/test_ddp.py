@@ -56,9 +56,16 @@ def test_resumed_in_the_middle(tiny_rl: Any, tmp_path: Path) -> None:
 
 
 def test_two_ranks_are_one_run_with_twice_the_prompts(tiny_rl: Any, tmp_path: Path) -> None:
-    """The first step of 2 x 3 prompts, against one process that answers the same six."""
-    two_processes(tiny_rl, tmp_path / "two", steps=1, rollout={"limit": 6})
-    one = tiny_rl.run(tmp_path / "one", 1, rollout={"limit": 6}, prompts_per_rollout=6)
+    """The first step of 2 x 3 prompts, against one process that answers the same six: the same gradient, though rewards
+    are missing, more of them on one rank; and the same figures."""
+    given: dict[str, Any] = {"max_failed_share": 1.0, "save_every": 1}
+    given["rollout"] = {"limit": 6, "reward": f"{Path(__file__).with_name('test_refusals.py')}:sometimes"}
+    two_processes(tiny_rl, tmp_path / "two", steps=1, **given)
+    one = tiny_rl.run(tmp_path / "one", 1, prompts_per_rollout=6, **given)
+    both = [tiny_rl.history(tmp_path / name)[0] for name in ("two", "one")]
+    for name in ("reward", "rewards_missing", "groups_that_differ", "tokens", "stopped"):
+        assert both[0][f"rollout/{name}"] == pytest.approx(both[1][f"rollout/{name}"]), name
+    assert both[1]["rollout/rewards_missing"] > 0
     saved = torch.load(tmp_path / "two" / "last.ckpt", weights_only=True)["optimizer_states"][0]["state"]
     moments = one.trainer.optimizers[0].state_dict()["state"]  # the first is a tenth of the gradient
     for number, state in moments.items():

@@ -30,6 +30,12 @@ def sometimes(sample: RewardInput) -> float:
     [
         ({"reward": ""}, {}, r"rollout.reward: expected module:function"),
         ({"samples_per_prompt": 1}, {}, r"rollout.samples_per_prompt: expected > 1, a group, but got 1"),
+        ({"verifier": "rejection"}, {}, r"rollout.verifier: expected coupled"),
+        ({"engine": "vllm", "recompute": True}, {}, r"rollout.engine: expected dspark"),
+        ({"workers": 2}, {}, r"rollout.workers: expected 1"),
+        ({"gamma": 2}, {}, r"gamma: expected a draft model with it"),
+        ({"stop_ids": (99,)}, {}, r"stop_ids in the vocabulary of 16"),
+        ({"max_tokens": 64}, {}, r"max_tokens below the context of 64"),
         ({"temperature": 0.0}, {}, r"rollout.temperature: expected > 0"),
         ({}, {"follow": {"steps": 1}}, r"follow.steps: expected 0 without a drafter, but got 1"),
         (
@@ -51,6 +57,25 @@ def test_settings(tiny_rl: Any, tmp_path: Path, rollout: dict, options: dict, sa
     with pytest.raises(DsparkError, match=said):
         tiny_rl.run(tmp_path, 2, rollout=rollout, **options)
     assert not list(tmp_path.glob("rollouts/0*/trajectories*"))
+
+
+@pytest.mark.parametrize("rollout", [{"policy": "threshold", "threshold": 0.5}, {"lookup": 3}])
+def test_a_draft_model_learns_from_whole_rounds_of_its_own(tiny_rl: Any, tmp_path: Path, rollout: dict) -> None:
+    given = {"drafter": tiny_rl.make_drafter(tmp_path / "drafter"), **rollout}
+    with pytest.raises(DsparkError, match=r"follow.steps: expected 0 unless every round is the draft model's"):
+        tiny_rl.run(tmp_path, 2, rollout=given, follow={"steps": 1})
+
+
+def test_a_switch_alone_does_not_choose_rounds_to_learn_from(tiny_rl: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("DEEPINFER_ENABLE_MTP_VARLEN", "1")
+    drafter = tiny_rl.make_drafter(tmp_path / "drafter")
+    with pytest.raises(DsparkError, match=r"but got 1 with policy global"):
+        tiny_rl.run(tmp_path, 2, rollout={"drafter": drafter}, follow={"steps": 1})
+
+
+def test_checkpoints_lie_between_rollouts(tiny_rl: Any, tmp_path: Path) -> None:
+    with pytest.raises(DsparkError, match=r"trainer.callbacks: expected checkpoints every so many steps that 2"):
+        tiny_rl.run(tmp_path, 4, save_every=3, objective={"updates_per_rollout": 2})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,11 @@ import torch
 
 from dspark.commands.replay import replay_folder
 from dspark.contracts import DsparkError
+from dspark.export.bundle import load_bundle, write_calibration
+from dspark.rl.run_record import keep_run_record, refuse_other_run
 from dspark.rollouts.store import read_rounds
+from dspark.slot_maps import of_temperatures
+from dspark.target.load import load_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LEARNS = {"steps": 2, "optimizer": {"lr": 0.02, "warmup_steps": 0}}
@@ -34,7 +39,7 @@ def test_same_seed_same_everything_and_another_seed_another(tiny_rl: Any, tmp_pa
     assert tiny_rl.weights_hash(other) != tiny_rl.weights_hash(runs["a"])
 
 
-def test_batch_size_and_token_budget_of_the_runner_do_not_show(tiny_rl: Any, tmp_path: Path) -> None:
+def test_the_batch_size_of_the_runner_does_not_show(tiny_rl: Any, tmp_path: Path) -> None:
     first = tiny_rl.run(tmp_path / "a", 3)
     second = tiny_rl.run(tmp_path / "b", 3, rollout={"batch_size": 1})
     same(tiny_rl, tmp_path / "a", first, tmp_path / "b", second)
@@ -96,6 +101,69 @@ def test_who_drafts_changes_no_bit(tiny_rl: Any, tmp_path: Path, dtype: str) -> 
     assert not {n for n in still if "confidence_head" in n or n.startswith("layers.")}, still
 
 
+@pytest.mark.parametrize("follow", [None, LEARNS], ids=["frozen", "following"])
+def test_killed_in_the_middle_of_a_rollout_with_a_reduced_vocabulary(tiny_rl: Any, tmp_path: Path, follow: Any) -> None:
+    """The draft model's rows of the LM head are the policy's as it is: every figure is that of a run in one piece."""
+    drafter = tiny_rl.make_drafter(tmp_path / "drafter", draft_ids=[2, *range(6, 14)])
+    reward = f"{tiny_rl.__file__}:same_digits_or_death"
+    given = {"rollout": {"drafter": drafter, "reward": reward}, "follow": follow}
+    whole = tiny_rl.run(tmp_path / "whole", 5, **given)
+    assert len({line["rollout/tau"] for line in tiny_rl.history(tmp_path / "whole")}) > 1
+    killed = json.dumps({**given, "root": str(tmp_path / "cut"), "steps": 5})
+    environment = {**os.environ, "DIE_AT": "42"}  # 12 samples a rollout: in the fourth
+    done = subprocess.run([sys.executable, tiny_rl.__file__, killed], check=False, capture_output=True, text=True,
+                          env=environment)  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (tmp_path / "cut" / "rollouts" / "000003" / "journal.jsonl").exists()
+    rest = tiny_rl.run(tmp_path / "cut", 5, ckpt=str(tmp_path / "cut" / "last.ckpt"), **given)
+    same(tiny_rl, tmp_path / "whole", whole, tmp_path / "cut", rest)
+    assert tiny_rl.history(tmp_path / "whole") == tiny_rl.history(tmp_path / "cut")
+
+
+def test_a_resumed_run_looks_up_what_it_wrote(tiny_rl: Any, tmp_path: Path) -> None:
+    given = {"rollout": {"lookup": 4}}
+    whole = tiny_rl.run(tmp_path / "whole", 6, **given)
+    tiny_rl.run(tmp_path / "cut", 4, **given)
+    rest = tiny_rl.run(tmp_path / "cut", 6, ckpt=str(tmp_path / "cut" / "last.ckpt"), **given)
+    same(tiny_rl, tmp_path / "whole", whole, tmp_path / "cut", rest)
+    assert rest.lookup.remembered == whole.lookup.remembered == 72
+
+
+def test_a_calibration_goes_along(tiny_rl: Any, tmp_path: Path) -> None:
+    drafter = tiny_rl.make_drafter(tmp_path / "drafter")
+    write_calibration(drafter, of_temperatures((3.0, 2.0, 1.5)), "data")
+    for name, follow in (("frozen", None), ("following", LEARNS)):
+        tiny_rl.run(tmp_path / name, 2, rollout={"drafter": drafter}, follow=follow)
+        left = load_bundle(tmp_path / name / "drafter")
+        assert left.calibration is not None
+        assert left.calibration["carried_from"] == load_bundle(drafter).hash
+        assert left.drafter.confidence_head.maps == of_temperatures((3.0, 2.0, 1.5))
+        policy = load_target(tmp_path / name / "policy", "float32")
+        assert left.config.target_fingerprint == policy.fingerprint
+
+
+def test_an_edited_reward_or_another_number_of_processes_is_another_run(tiny_rl: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(sample):\n    return float(len(sample.response_ids))\n")
+    given = {"rollout": {"reward": f"{file}:score"}}
+    tiny_rl.run(tmp_path / "a", 2, **given)
+    file.write_text("def score(sample):\n    return -float(len(sample.response_ids))\n")
+    with pytest.raises(DsparkError, match=r"the settings of the run that is there, but got others: reward was"):
+        tiny_rl.run(tmp_path / "a", 4, ckpt=str(tmp_path / "a" / "last.ckpt"), **given)
+    with pytest.raises(DsparkError, match=r"processes was 1, now 2"):
+        refuse_other_run("x", {"processes": 1, "threads": 1}, {"processes": 2, "threads": 5})
+
+
+def test_other_threads_are_told_or_refused_where_rollouts_are_there(tmp_path: Path, capsys: Any) -> None:
+    record = {"settings": {"a": 1}, "threads": 2}
+    keep_run_record(tmp_path, record, 0)
+    (tmp_path / "000002").mkdir()
+    keep_run_record(tmp_path, {**record, "threads": 1}, 2)  # number 2 itself was sampled by weights of the checkpoint
+    assert "begun with 2 threads and goes on with 1" in capsys.readouterr().err
+    with pytest.raises(DsparkError, match=r"expected the 2 threads that made 000002.*Give OMP_NUM_THREADS=2"):
+        keep_run_record(tmp_path, {**record, "threads": 1}, 1)
+
+
 def test_a_run_does_not_go_on_among_anothers_rollouts(tiny_rl: Any, tmp_path: Path) -> None:
     tiny_rl.run(tmp_path / "a", 2)
     before = tiny_rl.shard_hashes(tmp_path / "a")
@@ -112,8 +180,9 @@ def test_a_run_does_not_go_on_among_anothers_rollouts(tiny_rl: Any, tmp_path: Pa
 
 
 def test_every_rollout_replays_with_the_policy_that_made_it(tiny_rl: Any, tmp_path: Path) -> None:
-    """Later ones too, also teacher-forced; and with no other policy."""
-    tiny_rl.run(tmp_path, 4, keep_policies=2)
+    """Later ones too, also teacher-forced, and those of a draft model that has moved on; and with no other policy."""
+    drafter = tiny_rl.make_drafter(tmp_path / "drafter")
+    tiny_rl.run(tmp_path, 4, keep_policies=2, rollout={"drafter": drafter}, follow=LEARNS)
     assert sorted(f.name for f in (tmp_path / "policies").iterdir()) == ["000000", "000002"]
     for number in ("000000", "000002"):
         result = replay_folder(

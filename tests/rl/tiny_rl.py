@@ -22,7 +22,9 @@ from dspark.drafter.model import Drafter
 from dspark.export.bundle import save_bundle
 from dspark.files import sha256_json, tensor_hash
 from dspark.rl.policy_module import PolicyModule
+from dspark.rl.tasks import same_digits
 from dspark.rollouts.config import RolloutConfig
+from dspark.rollouts.rewards import RewardInput
 from dspark.target.decoder import Target
 from dspark.target.load import random_target
 from dspark.training.callbacks import LastCheckpoint
@@ -32,8 +34,20 @@ TASK = Path(__file__).resolve().parents[2] / "data" / "rl"
 SCALE = 0.1
 
 
+calls = 0
+
+
+def same_digits_or_death(sample: RewardInput) -> float:
+    """The task's reward; the call that the environment names is the process' last."""
+    global calls  # noqa: PLW0603
+    calls += 1
+    if calls == int(os.environ.get("DIE_AT", "0")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return same_digits(sample)
+
+
 class KillAfter(Callback):
-    """SIGKILL to this very process: after `steps` steps, or once `reward` calls were made."""
+    """SIGKILL to this very process after `steps` steps."""
 
     def __init__(self, steps: int):
         self.steps = steps
@@ -47,12 +61,14 @@ def start(dtype: str = "float32", seed: int = 0) -> Target:
     return random_target(TASK / "digits", dtype, seed, SCALE)
 
 
-def make_drafter(folder: Path, dtype: str = "float32", **fields: Any) -> str:
-    """A random draft model for the random start; half of its tokens are accepted by chance or so."""
+def make_drafter(folder: Path, dtype: str = "float32", draft_ids: list[int] | None = None, **fields: Any) -> str:
+    """A random draft model for the random start; some of its tokens are accepted by chance."""
     target = start(dtype)
     shape = {"block_size": 3, "mask_token_id": 0, "target_layer_ids": (0, 1), "num_layers": 1, "markov_rank": 4}
     shape |= {"sample_from_anchor": True, "confidence_head": True, "confidence_with_markov": True} | fields
-    save_bundle(folder, Drafter(DrafterConfig.for_target(target, **shape), seed=3).to(target.dtype), {"dtype": dtype})
+    ids = torch.tensor(draft_ids) if draft_ids else None
+    config = DrafterConfig.for_target(target, **shape, draft_vocab_size=len(draft_ids or ()))
+    save_bundle(folder, Drafter(config, ids, seed=3).to(target.dtype), {"dtype": dtype})
     return str(folder)
 
 
