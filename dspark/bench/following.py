@@ -1,7 +1,7 @@
 """RL runs side by side over their rollouts: how the draft model keeps up with a policy that moves, in one plot.
 
-Reads what each run left in history.jsonl. Runs that share a policy (its hash before every rollout) differ in nothing but
-who drafted: that is said, for then the curves can be compared point by point.
+Reads what each run left in history.jsonl. Runs that share a policy (by its hash before every rollout) differ in nothing
+but who drafted: that is said, for then the curves can be compared point by point.
 """
 
 from __future__ import annotations
