@@ -17,7 +17,7 @@ from dspark.bench.timed import Timed, clocked, differing, in_turn, median_rate, 
 from dspark.contracts import Completion, Request
 from dspark.drafter.model import Drafter
 from dspark.runner import Engine, EngineOptions
-from dspark.runner.acceptance import Drafted, count
+from dspark.runner.acceptance import Drafted, passes
 from dspark.runner.lookup import Lookup
 from dspark.target.decoder import Target
 
@@ -116,13 +116,13 @@ def row_of(
     first = runs[0].completions
     rounds = [r for c in first for r in c.rounds]
     tokens = sum(len(c.token_ids) - 1 for c in first)  # the first comes with the prompt
-    passes = sum(_passes(r, c) for r, c in zip(requests, first, strict=True))
+    count = sum(_passes(r, c) for r, c in zip(requests, first, strict=True))
     accepted = sum(r.accepted for r in rounds)
     return LookedUp(
         *way,
-        tau=tokens / max(passes, 1),
-        accepted=accepted / max(passes, 1),
-        verified=sum(r.verified for r in rounds) / max(passes, 1),
+        tau=tokens / max(count, 1),
+        accepted=accepted / max(count, 1),
+        verified=sum(r.verified for r in rounds) / max(count, 1),
         by_lookup=sum(r.accepted for r in rounds if r.source == "lookup") / max(accepted, 1),
         rate=median_rate(runs),
         ratio=median_ratio(runs, plain),
@@ -133,10 +133,7 @@ def row_of(
 
 
 def _passes(request: Request, done: Completion) -> int:
-    """Of the target, behind the prompt: rounds with drafts, and one for each token that came without."""
-    slots = max((len(r.drafted) for r in done.rounds), default=0)
-    counted = count(Drafted("", done.rounds, len(request.prompt_ids) + len(done.token_ids) - 1), slots)
-    return counted.rounds + len(done.token_ids) - 1 - counted.tokens
+    return passes(Drafted("", done.rounds, len(request.prompt_ids) + len(done.token_ids) - 1), len(done.token_ids))
 
 
 def as_lines(rows: Sequence[LookedUp]) -> list[str]:

@@ -29,7 +29,7 @@ from dspark.rollouts.collect import Generator, collect
 from dspark.rollouts.config import RolloutConfig
 from dspark.rollouts.manifest import MANIFEST_NAME
 from dspark.rollouts.recompute import Recomputed
-from dspark.rollouts.settle import longest_prompt, settled
+from dspark.rollouts.settle import longest_prompt, quarantine_path, settled
 from dspark.rollouts.vllm_engine import VllmEngine
 from dspark.rollouts.workers import Workers
 from dspark.runner import Engine
@@ -168,11 +168,6 @@ def _prompts(config: RolloutConfig, loaded: Loaded, engine: Engine, quarantine: 
     """The prompts that fit the context with their answers; the others, and broken rows, are set aside."""
     longest = longest_prompt(config, loaded.target, engine.options.kv_tokens)
     return load_prompts(config.prompts, loaded.tokenizer, config.split or None, quarantine, max_tokens=longest)
-
-
-def quarantine_path(out: str) -> Path:
-    """Where the broken rows of a run's prompt file go: beside its folder, which holds only what the manifest names."""
-    return Path(out.rstrip("/") + ".quarantine.jsonl")
 
 
 def as_text(summary: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ Left out on purpose: calibration maps are kept as they came with the draft model
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ from dspark.training.sources import Sample
 
 
 class Follower:
-    """The draft model of one RL run. serving: what the runner drafts with, bound to the policy's weights.
+    """The draft model of one RL run. serving: what the runner drafts with, as serve() last left it.
 
     drafter: as loaded, with its calibration. total: optimizer steps of the whole run, for the schedule.
     """
@@ -45,9 +46,9 @@ class Follower:
         self.trained = Drafter(drafter.config, drafter.draft_ids)
         self.trained.load_state_dict(drafter.state_dict())
         self.serving = drafter.to(policy.dtype).eval()
-        named = [(name, parameter) for name, parameter in self.trained.named_parameters()]
-        self.optimizer, self.schedule = make_optimizer(named, options.optimizer, max(1, total))
-        self.serve()
+        self.optimizer, self.schedule = make_optimizer(
+            self.trained.named_parameters(), options.optimizer, max(1, total)
+        )
 
     def serve(self) -> Drafter:
         """The serving copy, with the trained weights and (like the trained one) the policy's embedding and LM head as
@@ -69,7 +70,8 @@ class Follower:
             for name, value in self._step([samples[i] for i in part]).items():
                 told.setdefault(name, []).append(value)
         self.trained.eval()
-        return {name: sum(values) / len(values) for name, values in told.items()}
+        known = {name: [v for v in values if v == v] for name, values in told.items()}  # of steps that had rounds
+        return {name: sum(values) / len(values) if values else math.nan for name, values in known.items()}
 
     def _step(self, samples: Sequence[Sample]) -> dict[str, float]:
         loss, told = self._losses(samples)
@@ -161,4 +163,3 @@ class Follower:
         self.trained.load_state_dict(state["drafter"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(dict(state["schedule"]))  # takes a part out of what it is given
-        self.serve()

@@ -204,8 +204,8 @@ class PolicyModule(LightningModule):
 
     def _keep_policy(self, number: int) -> None:
         if self.keep_policies and number % self.keep_policies == 0 and self.trainer.is_global_zero:
-            folder = Path(self.trainer.default_root_dir) / "policies" / f"{number:06d}"
-            save_policy(folder, self.policy.target, self.rollout.target)
+            kept = folder(Path(self.trainer.default_root_dir) / "policies", number * self.trainer.world_size)
+            save_policy(kept, self.policy.target, self.rollout.target)
 
     def _roll(self, places: list[int], number: int) -> Rollout:
         """The rollout of that number; without a draft model in its manifest's settings, for it replays without."""
@@ -274,7 +274,7 @@ class PolicyModule(LightningModule):
         save_policy(root / "policy", self.policy.target, self.rollout.target)
         told = [f"policy: {root / 'policy'}"]
         if self.follower and self.start.bundle:
-            save_drafter(root / "drafter", self.follower.serving, self.policy.target, self.start.bundle)
+            save_drafter(root / "drafter", self.follower.serve(), self.policy.target, self.start.bundle)
             told.append(f"draft model: {root / 'drafter'}")
         print("; ".join(told), file=sys.stderr)
 

@@ -23,18 +23,18 @@ from dspark.rollouts.config import RolloutConfig
 from dspark.rollouts.rewards import Reward
 from dspark.rollouts.store import read_rounds, read_trajectories
 from dspark.rollouts.trajectory import Trajectory
+from dspark.runner.acceptance import Drafted, passes
 from dspark.runner.score import Finished
 from dspark.training.sources import Sample
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """trajectories in the folder's order, their rounds by id, what collect() told, and the seconds that generating
-    took, rewards apart (0 where all of it was there already). policy: fingerprint of the weights that sampled."""
+    """trajectories in the folder's order, their rounds by id, and the seconds that generating took,
+    rewards apart (0 where all of it was there already). policy: fingerprint of the weights that sampled."""
 
     trajectories: list[Trajectory]
     rounds: dict[str, list[Round]]
-    summary: dict[str, Any]
     seconds: float
     policy: str
 
@@ -51,13 +51,11 @@ class Rollout:
 
     def passes(self) -> tuple[int, int]:
         """Passes of the policy that decoded, one for each token that came without drafts too; drafts accepted."""
-        passes = accepted = 0
+        taken = 0
         for t in self.trajectories:
-            rounds, last = self.rounds.get(t.trajectory_id, []), len(t.prompt_ids) + len(t.response_ids) - 1
-            in_rounds = sum(min(r.accepted + 1, last - r.anchor) for r in rounds)
-            passes += len(rounds) + len(t.response_ids) - 1 - in_rounds
-            accepted += sum(r.accepted for r in rounds)
-        return passes, accepted
+            last = len(t.prompt_ids) + len(t.response_ids) - 1
+            taken += passes(Drafted(t.domain, self.rounds.get(t.trajectory_id, []), last), len(t.response_ids))
+        return taken, sum(r.accepted for some in self.rounds.values() for r in some)
 
     def samples(self) -> list[Sample]:
         """As the draft model's training reads them, with the rounds that it drafted itself."""
@@ -82,7 +80,7 @@ def roll(
     """Collects into config.out, or finds it there. Raises DsparkError when the folder is another rollout's, and when
     more than `max_failed_share` of the samples have no reward. No prompts: a rank for which none were left."""
     if not prompts:
-        return Rollout([], {}, {}, 0.0, facts["target"])
+        return Rollout([], {}, 0.0, facts["target"])
     timed = _Timed(engine)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     summary = collect(prompts, timed, config, config.out, dict(facts), eos_ids=eos_ids, decode=decode, reward=reward)
@@ -93,7 +91,7 @@ def roll(
             f"{config.out}: expected rewards, but the function failed on {failed} of {summary['trajectories']} samples "
             f"({said}). Mend it, or raise max_failed_share; the samples are kept."
         )
-    return Rollout(read_trajectories(config.out), read_rounds(config.out), summary, timed.seconds, facts["target"])
+    return Rollout(read_trajectories(config.out), read_rounds(config.out), timed.seconds, facts["target"])
 
 
 class _Timed:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dspark import ops
-from dspark.contracts import DsparkError
 from dspark.corpus.prompts import Prompt, load_prompts, prompts_hash
 from dspark.drafter.identity import identity_hash, layers_hash, tensor_hashes
 from dspark.drafter.model import Drafter
@@ -18,11 +16,12 @@ from dspark.export.bundle import Bundle, check_target, load_bundle
 from dspark.export.switches import apply_temperature_switch, serving_options
 from dspark.files import sha256_json
 from dspark.rl.policy import Policy
+from dspark.rollouts.collect import choose
 from dspark.rollouts.config import RolloutConfig
 from dspark.rollouts.facts import calibration_hash, tokenizer_hash
 from dspark.rollouts.manifest import run_facts
 from dspark.rollouts.rewards import Reward, load_reward
-from dspark.rollouts.settle import longest_prompt, settled
+from dspark.rollouts.settle import longest_prompt, quarantine_path, settled
 from dspark.runner import Engine, EngineOptions
 from dspark.runner.curve import CapacityCurve
 from dspark.runner.lookup import Lookup
@@ -116,12 +115,7 @@ def _target(config: RolloutConfig, random_weights: float) -> Target:
 
 def _prompts(config: RolloutConfig, tokenizer: Any, target: Target) -> list[Prompt]:
     longest = longest_prompt(config, target, EngineOptions().kv_tokens)
-    aside = Path(config.out.rstrip("/") + ".quarantine.jsonl")
-    found = load_prompts(config.prompts, tokenizer, config.split or None, aside, max_tokens=longest)
-    distinct = list({prompt.prompt_id: prompt for prompt in found.prompts}.values())[config.skip :]
-    chosen = distinct[: config.limit] if config.limit else distinct
-    if not chosen:
-        raise DsparkError(
-            f"{config.prompts}: expected prompts after the first {config.skip} (rollout.skip), but there are none."
-        )
-    return chosen
+    found = load_prompts(
+        config.prompts, tokenizer, config.split or None, quarantine_path(config.out), max_tokens=longest
+    )
+    return choose(found.prompts, config.skip, config.limit)[0]

@@ -22,7 +22,7 @@ from dspark.target.checkpoint import read_config_dict
 from dspark.target.decoder import Target
 from dspark.target.families import read_config
 from dspark.target.load import checkpoint_dir
-from dspark.target.weights import random_weights
+from dspark.target.weights import starting_weights
 from dspark.training.batches import SequenceBatch
 from dspark.training.optim import make_optimizer
 from dspark.training.options import OptimizerOptions, as_options, plain
@@ -89,8 +89,7 @@ class TargetModule(LightningModule):
         self.optimizer_options = as_options(OptimizerOptions, optimizer or OptimizerOptions())
         self.raw = self.shape.config(read_config_dict(checkpoint_dir(tokenizer)))
         config = read_config(self.raw)
-        tensors = random_weights(config, seed, torch.float32, scale=0.02)
-        self.policy = Policy(Target(config, {n: t.clamp(0.5, 1.5) if "norm" in n else t for n, t in tensors.items()}))
+        self.policy = Policy(Target(config, starting_weights(config, seed, torch.float32, scale=0.02)))
         self.save_hyperparameters(
             plain(tokenizer=tokenizer, shape=self.shape, optimizer=self.optimizer_options, seed=seed, out=out)
         )

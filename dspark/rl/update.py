@@ -73,9 +73,14 @@ class Updates:
         chosen = [trajectories[i] for i in chunk]
         if not chosen:
             return None
-        logprobs, raw, support = self.policy.supports(finished(chosen))
+        support = None
+        if any(truncates(t.params) for t in chosen):
+            logprobs, raw, support = self.policy.supports(finished(chosen))
+        else:
+            with torch.no_grad():
+                logprobs, raw = self.policy.logprobs(finished(chosen))
         refuse_difference(chosen, logprobs, raw)
-        return support if any(truncates(t.params) for t in chosen) else None
+        return support
 
     def _update(
         self, trajectories: Sequence[Trajectory], gain: Tensor, counted: Tensor, chunks: list[Chunk],
@@ -98,10 +103,10 @@ class Updates:
             self.masters.take()
             sums += parts
         norm = torch.nn.utils.clip_grad_norm_(self.masters.tensors, self.max_norm)
-        _refuse_not_finite(float(norm), float(sums[0]))
+        *values, live = self.ranks.add(sums).tolist()
+        _refuse_not_finite(float(norm), values[0])
         self._step()
         self.masters.give()
-        *values, live = self.ranks.add(sums).tolist()
         means = [v / max(n, 1.0) for v, n in zip(values, (samples, samples, live, total), strict=True)]
         diff = self.ranks.largest(diff)
         return {**dict(zip(SUMS, means, strict=True)), "gradient_norm": float(norm), "diff": diff}

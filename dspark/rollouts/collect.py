@@ -22,7 +22,7 @@ from dspark.rollouts.rewards import Reward, RewardInput, Scorer, load_reward
 from dspark.rollouts.store import TrajectoryWriter
 from dspark.rollouts.trajectory import Trajectory, completion_fields, sampling_json
 
-__all__ = ["Generator", "RolloutConfig", "collect"]
+__all__ = ["Generator", "RolloutConfig", "choose", "collect"]
 
 OnProgress = Callable[[int, int, int], None]
 Decode = Callable[[Sequence[int]], str]
@@ -65,7 +65,7 @@ def collect(
             f"rollout: expected a runner with the config's verifier {config.verifier}, but got "
             f"{manifest_base.get('verifier')!r}. Make the engine with the same one."
         )
-    chosen, duplicates = _choose(prompts, config.skip, config.limit)
+    chosen, duplicates = choose(prompts, config.skip, config.limit)
     canonical = sorted(chosen, key=lambda prompt: prompt.prompt_id)
     items = [(prompt, sample) for prompt in canonical for sample in range(config.samples_per_prompt)]
     params = config.params(eos_ids)
@@ -188,7 +188,7 @@ def _whole_groups(config: RolloutConfig) -> int:
     return max(1, config.shard_size // config.samples_per_prompt) * config.samples_per_prompt
 
 
-def _choose(prompts: Sequence[Prompt], skip: int, limit: int) -> tuple[list[Prompt], int]:
+def choose(prompts: Sequence[Prompt], skip: int, limit: int) -> tuple[list[Prompt], int]:
     """`limit` distinct prompts after the first `skip` of them, and how many repeats were passed over on the way."""
     distinct: dict[str, Prompt] = {}
     duplicates = 0

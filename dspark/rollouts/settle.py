@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from dspark.contracts import DsparkError
 from dspark.export.bundle import Bundle
@@ -32,6 +33,11 @@ def longest_prompt(config: RolloutConfig, target: Target, kv_tokens: int) -> int
             f"vocabulary of {target.vocab_size}, but got {config.max_tokens} and {outside}."
         )
     return longest
+
+
+def quarantine_path(out: str) -> Path:
+    """Where the broken rows of a run's prompt file go: beside its folder, which holds only what the manifest names."""
+    return Path(out.rstrip("/") + ".quarantine.jsonl")
 
 
 def _policy(config: RolloutConfig, bundle: Bundle | None) -> str:

@@ -52,11 +52,22 @@ def count(sequence: Drafted, slots: int) -> Counts:
     accepted = tokens = 0
     for r in sequence.rounds:
         accepted += r.accepted
-        tokens += min(r.accepted + 1, sequence.last - r.anchor)
+        tokens += _added(sequence, r)
         for k in range(min(r.accepted + 1, r.verified)):
             tried[k] += 1
             passed[k] += k < r.accepted
     return Counts(len(sequence.rounds), tokens, accepted, tuple(tried), tuple(passed))
+
+
+def passes(sequence: Drafted, new: int) -> int:
+    """Passes of the target that decoded `new` tokens: rounds with drafts, and one for each token that came without. The
+    first token comes from the prompt's own pass."""
+    return len(sequence.rounds) + new - 1 - sum(_added(sequence, r) for r in sequence.rounds)
+
+
+def _added(sequence: Drafted, r: Round) -> int:
+    """Tokens that a round added: a sequence may end on an accepted draft."""
+    return min(r.accepted + 1, sequence.last - r.anchor)
 
 
 def acceptance(sequences: Iterable[Drafted], slots: int) -> Acceptance:

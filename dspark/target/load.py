@@ -62,8 +62,7 @@ def random_target(source: str | Path, dtype: torch.dtype | str, seed: int, scale
     directory = checkpoint_dir(source)
     raw = read_config_dict(directory)
     config = read_config(raw)
-    drawn = weights.random_weights(config, seed, _dtype(dtype), scale)
-    tensors = {name: t.clamp(0.5, 1.5) if "norm" in name else t for name, t in drawn.items()}
+    tensors = weights.starting_weights(config, seed, _dtype(dtype), scale)
     return Target(config, tensors, name=_name(source), eos_ids=_eos_ids(directory, raw))
 
 

@@ -103,6 +103,12 @@ def random_weights(config: DecoderConfig, seed: int, dtype: torch.dtype, scale: 
     return gather(weights, read, dtype)
 
 
+def starting_weights(config: DecoderConfig, seed: int, dtype: torch.dtype, scale: float) -> dict[str, Tensor]:
+    """As random_weights, with norms held between 1/2 and 3/2: where training from nothing starts."""
+    drawn = random_weights(config, seed, dtype, scale)
+    return {name: t.clamp(0.5, 1.5) if "norm" in name else t for name, t in drawn.items()}
+
+
 def layer_of(tensors: Mapping[str, Tensor], index: int) -> Layer:
     found = {field.name: tensors.get(f"layers.{index}.{field.name}") for field in fields(Layer)}
     return Layer(**found)  # type: ignore[arg-type]  # plan() names every field that may not be None

@@ -49,7 +49,11 @@ def sometimes(sample: RewardInput) -> float:
         ({}, {"optimizer": {"lr": -1.0}}, r"optimizer: expected lr > 0"),
         ({"drafter": "nowhere"}, {}, r"nowhere: expected a draft model's folder"),
         ({"prompts": "nowhere.jsonl"}, {}, r"nowhere.jsonl"),
-        ({"skip": 2000, "limit": 0}, {}, r"expected prompts after the first 2000"),
+        (
+            {"skip": 2000, "limit": 0},
+            {},
+            r"expected at least one prompt, but got none: 1000 distinct ones, of which skip passes over 2000",
+        ),
         ({"reward": "dspark.rl.tasks:nothing"}, {}, r"expected a function nothing"),
     ],
 )

@@ -134,8 +134,11 @@ def test_a_calibration_goes_along(tiny_rl: Any, tmp_path: Path) -> None:
     drafter = tiny_rl.make_drafter(tmp_path / "drafter")
     write_calibration(drafter, of_temperatures((3.0, 2.0, 1.5)), "data")
     for name, follow in (("frozen", None), ("following", LEARNS)):
-        tiny_rl.run(tmp_path / name, 2, rollout={"drafter": drafter}, follow=follow)
+        module = tiny_rl.run(tmp_path / name, 2, rollout={"drafter": drafter}, follow=follow)
         left = load_bundle(tmp_path / name / "drafter")
+        for (n, saved), (_, trained) in zip(left.drafter.named_parameters(), module.follower.trained.named_parameters(),
+                                            strict=True):  # fmt: skip
+            assert torch.equal(saved, trained), f"{n}: the last steps are missing"
         assert left.calibration is not None
         assert left.calibration["carried_from"] == load_bundle(drafter).hash
         assert left.drafter.confidence_head.maps == of_temperatures((3.0, 2.0, 1.5))

@@ -36,7 +36,7 @@ def make_rollout(policy: Policy, law: SamplingParams = LAW) -> Rollout:
         )
         for i, (r, c) in enumerate(zip(requests, done, strict=True))
     ]  # fmt: skip
-    return Rollout(trajectories, {}, {}, 0.0, "")
+    return Rollout(trajectories, {}, 0.0, "")
 
 
 def updates(policy: Policy, budget: int = 10_000, lr: float = 0.05, **options: Any) -> Updates:
