@@ -116,7 +116,7 @@ def row_of(
     first = runs[0].completions
     rounds = [r for c in first for r in c.rounds]
     tokens = sum(len(c.token_ids) - 1 for c in first)  # the first comes with the prompt
-    count = sum(_passes(r, c) for r, c in zip(requests, first, strict=True))
+    count = sum(count_passes(r, c) for r, c in zip(requests, first, strict=True))
     accepted = sum(r.accepted for r in rounds)
     return LookedUp(
         *way,
@@ -132,7 +132,8 @@ def row_of(
     )
 
 
-def _passes(request: Request, done: Completion) -> int:
+def count_passes(request: Request, done: Completion) -> int:
+    """Passes of the target that decoded a request, those without drafts too."""
     return passes(Drafted("", done.rounds, len(request.prompt_ids) + len(done.token_ids) - 1), len(done.token_ids))
 
 

@@ -23,7 +23,7 @@ from dspark.rollouts.journal import JOURNAL_NAME
 from dspark.rollouts.store import verify_hashes
 
 _ROOTS = tuple(str(Path(__file__).parents[2] / part) for part in (".", "kernels"))  # so that a checkout finds itself
-_POLL = 0.005  # seconds between looks at a journal
+POLL = 0.005  # seconds between looks at a journal
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ def roll(way: Way, shared: Sequence[str], out: Path) -> Rolled:
     """Runs one way into `out`. Raises DsparkError with its own words when it fails, and when it ends before it could be
     killed as often as it should."""
     command = [sys.executable, "-m", "dspark", "rollout", *shared, *way.options, "--out", str(out), "--quiet", "--json"]
-    environment = _environment(way.threads)
+    environ = environment(way.threads)
     for kill in range(way.kills):
-        _run_and_kill(command, environment, out, kill + 1, way)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        _run_and_kill(command, environ, out, kill + 1, way)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
         raise DsparkError(f"bench rollouts: expected the run {way.title!r} to end well, but got: {done.stderr.strip()}")
     return rolled(way, out, json.loads(done.stdout.splitlines()[-1]))
@@ -115,9 +115,9 @@ def rolled(way: Way, out: Path, summary: dict[str, Any]) -> Rolled:
 def _run_and_kill(command: list[str], environment: dict[str, str], out: Path, number: int, way: Way) -> None:
     """Kills it once it has finished something that it had not when it was started."""
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    before = _finished(out)
-    while process.poll() is None and _finished(out) <= before:
-        time.sleep(_POLL)
+    before = finished(out)
+    while process.poll() is None and finished(out) <= before:
+        time.sleep(POLL)
     process.send_signal(signal.SIGKILL)
     if process.wait() != -signal.SIGKILL:
         raise DsparkError(
@@ -126,12 +126,14 @@ def _run_and_kill(command: list[str], environment: dict[str, str], out: Path, nu
         )
 
 
-def _finished(out: Path) -> int:
+def finished(out: Path) -> int:
+    """Trajectories that a run in this folder has stored, until it is done."""
     path = out / JOURNAL_NAME
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _environment(threads: int) -> dict[str, str]:
+def environment(threads: int) -> dict[str, str]:
+    """Of a process of ours that runs from this very checkout. threads: 0 for as many as here."""
     paths = os.pathsep.join([*_ROOTS, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     more = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return {**os.environ, "PYTHONPATH": paths, **more}

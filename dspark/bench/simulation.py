@@ -98,6 +98,9 @@ class _Request:
         return self.job.response_tokens - self.written
 
 
+_NOTHING = MTPPredictInfo((), None), 0  # a round without drafts
+
+
 @dataclass
 class _Simulation:
     pools: Pools
@@ -121,11 +124,11 @@ class _Simulation:
             self.running.append(_Request(self.waiting.popleft()))
         decoding = [r for r in self.running if r.prefilled == r.job.prompt_tokens]
         chunks = self._chunks()
-        drawn = [self._draw(r) for r in decoding]
-        infos = [info for info, _ in drawn]
+        asked = self.way.policy != NONE and bool(decoding) and self.scheduler.drafts(len(decoding))
+        drawn = [self._draw(r) if asked else _NOTHING for r in decoding]
         prompt_rows = sum(take for _, take in chunks)
-        lengths = [0] * len(decoding) if self.way.policy == NONE else self.scheduler.lengths(infos, prompt_rows)
-        self._pass(len(decoding), sum(lengths), prompt_rows)
+        lengths = self.scheduler.lengths([info for info, _ in drawn], prompt_rows) if asked else [0] * len(decoding)
+        self._pass(len(decoding), sum(lengths), prompt_rows, asked)
         for request, (_, accepted), length in zip(decoding, drawn, lengths, strict=True):
             gained = min(accepted, length)
             request.written += gained + 1
@@ -135,8 +138,8 @@ class _Simulation:
             request.written += request.prefilled == request.job.prompt_tokens
         self.running = [r for r in self.running if r.remaining > 0]
 
-    def _pass(self, decoding: int, drafts: int, prompt_rows: int) -> None:
-        drafting = 0.0 if self.way.policy == NONE else self.curve.drafting(decoding)
+    def _pass(self, decoding: int, drafts: int, prompt_rows: int, asked: bool) -> None:
+        drafting = self.curve.drafting(decoding) if asked else 0.0
         seconds = self.curve.mixed(decoding + drafts, prompt_rows) + drafting
         self.seconds += seconds
         self.user_seconds += seconds * len(self.running)

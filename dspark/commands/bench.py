@@ -18,11 +18,19 @@ check. acceptance counts recorded rounds by slot and context depth. replay says 
 target costs in truth, over a greedy answer's tokens, and saves in time; short prompts are joined until they are longer
 than the longest suffix that is tried.
 
+runner times plain decoding, a draft model under every verifier and, with --curve, scheduled, at several batch sizes,
+with --against in turn with transformers or vLLM, and says how far each is from what the machine can read and multiply;
+then requests that come over time, memory per cached token, and long contexts. It exits with 1 where an output is not
+plain decoding's.
+
 rollouts makes one rollout again and again (batch sizes, shuffled prompts, workers, threads, prompt chunks, kill -9 and
 resume, the draft model) and compares the hashes of its trajectory shards; it exits with 1 where one differs.
 
 rl times a step of RL (rollout, update) with log-probabilities that match bit for bit, with plain torch's operations
-and, with --drafter, with speculative rollouts. following puts RL runs side by side, by what they left in history.jsonl.
+and, with --drafter, with speculative rollouts. rl-runs makes one short RL run again and again (requests in flight, kill
+-9 and resume, a lookup and, with --drafter, a draft model that is frozen or follows) and compares hashes of all
+rollouts and of the final policy; it exits with 1 where one differs. following puts RL runs side by side, by what they
+left in history.jsonl.
 
 Run all with nothing else running.
 """
@@ -42,7 +50,7 @@ from tqdm import tqdm
 from dspark.bench import judging, looking_up, replaying, rl_step, step, verifying
 from dspark.bench.invariance import Counted, discriminating, sweep
 from dspark.bench.tax import REPEATS, ROWS, Tax, tax
-from dspark.commands import bench_rl, bench_rollouts, bench_runner
+from dspark.commands import bench_rl, bench_rollouts, bench_runner, bench_serving
 from dspark.commands.recipe_options import whole_number
 from dspark.contracts import DsparkError
 from dspark.target.load import EMBEDDED, load_target
@@ -57,8 +65,10 @@ examples:
   dspark bench tax --dtype bfloat16 --rows 1 32 --json
   dspark bench verify --drafter runs/demo/bundle
   dspark bench lookup --batch 1 --limit 4
+  dspark bench runner --against transformers --drafter runs/demo/bundle --curve runs/demo/curve.json
   dspark bench rollouts --drafter runs/demo/bundle
   dspark bench rl --drafter runs/demo/bundle
+  dspark bench rl-runs --drafter runs/demo/bundle
   dspark bench following --runs frozen=runs/a following=runs/b --out tau.png
   dspark bench acceptance --rollouts runs/demo/events/test
   dspark bench replay --target runs/yoco/target --dtype float32
@@ -70,16 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dspark bench`."""
     parser.add_argument("what", choices=tuple(_BENCHES), metavar="WHAT", help=f"one of {', '.join(_BENCHES)}")
     parser.add_argument("--target", default=EMBEDDED, help="the model, or whose shapes: a folder, hub id or .gguf file")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="one dtype (default: both; verify, lookup, replay, rollouts, rl: bfloat16)"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help="one dtype (default: both; what runs prompts: bfloat16)")
     parser.add_argument("--rows", type=whole_number(1), nargs="+", help="rows of a pass, for tax (default: 1 8 32 128)")
     parser.add_argument(
         "--repeats",
         type=whole_number(1),
         help=f"interleaved repeats, for tax (default: {REPEATS}), step ({step.REPEATS}), "
         f"verify ({verifying.REPEATS}), lookup ({looking_up.REPEATS}), replay ({replaying.REPEATS}), "
-        f"rl ({rl_step.REPEATS})",
+        f"rl ({rl_step.REPEATS}), runner ({bench_serving.RunnerOptions().repeats})",
     )
     parser.add_argument(
         "--shape",
@@ -91,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--losses", nargs="+", default=[], metavar="NAME=X", help="for step, a recipe's losses fields")
     bench_runner.add_runner_arguments(parser)
     bench_rl.add_rl_arguments(parser)
+    bench_serving.add_serving_arguments(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -110,9 +119,10 @@ def _measure(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Refuses an option that would be ignored."""
-    belongs = {"rows": ("tax",), "repeats": ("tax", "step", "verify", "lookup", "replay", "rl"), "shape": ("step",),
-               "losses": ("step",), "dtype": ("tax", "invariance", "verify", "lookup", "replay", "rollouts", "rl"),
-               **bench_runner.BELONGS, **bench_rl.BELONGS}  # fmt: skip
+    timed = ("verify", "lookup", "replay", "rl", "runner")
+    belongs = {"rows": ("tax",), "repeats": ("tax", "step", *timed), "shape": ("step",), "losses": ("step",),
+               "dtype": ("tax", "invariance", "rollouts", *timed),
+               **bench_runner.BELONGS, **bench_rl.BELONGS, **bench_serving.BELONGS}  # fmt: skip
     given = [name for name in belongs if getattr(args, name) not in (None, [])]
     foreign = [f"--{name}" for name in given if args.what not in belongs[name]]
     if foreign:
@@ -256,5 +266,6 @@ def _tax_text(found: dict[str, list[Tax]]) -> str:
 _BENCHES: dict[str, Callable[[argparse.Namespace], int]] = {
     "invariance": _invariance, "tax": _tax, "step": _step, "metrics": _metrics, "verify": bench_runner.verify,
     "lookup": bench_runner.lookup, "acceptance": bench_runner.acceptance, "replay": bench_runner.replay,
-    "rollouts": bench_rollouts.rollouts, "rl": bench_rl.rl, "following": bench_rl.follow,
+    "runner": bench_serving.runner, "rollouts": bench_rollouts.rollouts, "rl": bench_rl.rl, "rl-runs": bench_rl.runs,
+    "following": bench_rl.follow,
 }  # fmt: skip

@@ -1,25 +1,30 @@
-"""`dspark bench rl` and `dspark bench following`: what an RL step costs, and RL runs side by side."""
+"""`dspark bench rl`, `rl-runs` and `following`: what an RL step costs, and RL runs side by side."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from dspark.bench import following, rl_step
+from dspark.bench import following, rl_runs, rl_step
 from dspark.calibration.figures import png
+from dspark.commands.recipe_options import whole_number
 from dspark.commands.running import Loaded, load
 from dspark.contracts import DsparkError, Request, SamplingParams
 from dspark.corpus.prompts import load_prompts
 from dspark.files import atomic_write, check_place
 from dspark.noise import derive_seed
 
-BELONGS = {"runs": ("following",), "out": ("following",)}
+BELONGS = {"runs": ("following",), "out": ("following", "runner"), "recipe": ("rl-runs",), "steps": ("rl-runs",)}
+RECIPE, STEPS, KILLS = "recipes/rl.yaml", 8, 2
+SAVING = [{"class_path": "dspark.training.callbacks.LastCheckpoint", "init_args": {"every_n_train_steps": 2}}]
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,9 @@ def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs", nargs="+", metavar="NAME=FOLDER", help="for following: folders with the history.jsonl of an RL run"
     )
-    parser.add_argument("--out", help="for following: a picture to write (.png)")
+    parser.add_argument("--out", help="for following: a picture to write (.png); for runner: a file (.json)")
+    parser.add_argument("--recipe", help=f"for rl-runs: of the run (default: {RECIPE})")
+    parser.add_argument("--steps", type=whole_number(1), help=f"for rl-runs: updates of each run (default: {STEPS})")
 
 
 def rl(args: argparse.Namespace) -> int:
@@ -90,6 +97,22 @@ def _text(found: dict[str, rl_step.Timing], options: RlOptions) -> str:
             f"speculative rollout: {alone.rollout[1] / drafted.rollout[1]:.2f} x as fast, tau {drafted.tau:.2f}"
         )
     return "\n".join([*lines, "differs: largest difference of a log-probability, sampler against trainer"])
+
+
+def runs(args: argparse.Namespace) -> int:
+    """Run and print; 0 when every run has the same rollouts and the same final policy, else 1."""
+    chosen = rl_runs.ways(args.drafter or "", args.kills or KILLS)
+    overrides = [f"--trainer.max_steps={args.steps or STEPS}", f"--trainer.callbacks={json.dumps(SAVING)}"]
+    with (
+        tempfile.TemporaryDirectory(prefix="dspark-rl-") as folder,
+        tqdm(chosen, desc="rl-runs", unit="run", disable=args.quiet, file=sys.stderr, leave=False) as bar,
+    ):
+        recipe = args.recipe or RECIPE
+        rows = [rl_runs.run(way, recipe, overrides, Path(folder) / str(i)) for i, way in enumerate(bar)]
+    other = rl_runs.differing(rows)
+    told = json.dumps({"rows": [asdict(row) for row in rows], "differing": other})
+    print(told if args.json else "\n".join(rl_runs.as_lines(rows)))
+    return 1 if other else 0
 
 
 def follow(args: argparse.Namespace) -> int:

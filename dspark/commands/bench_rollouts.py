@@ -45,7 +45,9 @@ def add_rollouts_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that only this one has; None where not given."""
     of = RolloutsOptions()
     parser.add_argument(
-        "--kills", type=whole_number(1), help=f"for rollouts: how often one is killed (default: {of.kills})"
+        "--kills",
+        type=whole_number(1),
+        help=f"for rollouts (default: {of.kills}) and rl-runs (2): how often one is killed",
     )
 
 

@@ -34,10 +34,10 @@ from dspark.training.sources import refuse_chosen
 
 # Which of the measurements an option is for.
 BELONGS = {
-    **dict.fromkeys(("prompts", "limit", "max_tokens"), ("verify", "lookup", "replay", "rollouts", "rl")),
-    "samples": ("lookup", "rollouts", "rl"), "drafter": ("verify", "lookup", "rollouts", "rl"),
-    "batch": ("verify", "lookup", "rl"), "curve": ("verify", "lookup"), "threshold": ("verify",),
-    "width": ("lookup",), "kills": ("rollouts",),
+    **dict.fromkeys(("prompts", "limit", "max_tokens"), ("verify", "lookup", "replay", "rollouts", "rl", "runner")),
+    "samples": ("lookup", "rollouts", "rl"), "drafter": ("verify", "lookup", "rollouts", "rl", "rl-runs", "runner"),
+    "batch": ("verify", "lookup", "rl"), "curve": ("verify", "lookup", "runner"), "threshold": ("verify",),
+    "width": ("lookup",), "kills": ("rollouts", "rl-runs"),
     "keep": ("replay",), "rollouts": ("acceptance",),
 }  # fmt: skip
 PROMPTS = "data/prompts/test.jsonl"
@@ -85,7 +85,7 @@ def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
     of, up, cut, rolled, many = VerifyOptions(), LookupOptions(), ReplayOptions(), RolloutsOptions(), whole_number(1)
     rl = RlOptions()
     parser.add_argument(
-        "--drafter", help="for verify, and if you like for lookup, rollouts and rl: an exported draft model"
+        "--drafter", help="for verify, and if you like for lookup, rollouts, rl and rl-runs: an exported draft model"
     )
     parser.add_argument(
         "--prompts", help=f"for verify, lookup, replay, rollouts, rl: a prompt file (default: {PROMPTS})"

@@ -25,7 +25,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from dspark.contracts import DsparkError
+from dspark.contracts import DsparkError, Request
 from dspark.noise import derive_seed
 from dspark.rl.follow import Follower
 from dspark.rl.history import History, rollout_figures
@@ -37,6 +37,7 @@ from dspark.rl.run_record import keep_run_record, refuse_other_run
 from dspark.rl.save import save_drafter, save_policy
 from dspark.rl.start import Start
 from dspark.rl.update import Updates
+from dspark.rollouts.collect import in_order, request_for
 from dspark.rollouts.config import RolloutConfig
 from dspark.rollouts.store import read_trajectories
 from dspark.runner.lookup import Lookup
@@ -210,11 +211,7 @@ class PolicyModule(LightningModule):
     def _roll(self, places: list[int], number: int) -> Rollout:
         """The rollout of that number; without a draft model in its manifest's settings, for it replays without."""
         drafter = self.follower.serve() if self.follower else None
-        world, rank = self.trainer.world_size, self.trainer.global_rank
-        config = replace(
-            self.start.config, run_seed=derive_seed(self.rollout.run_seed, "rollout", number), skip=0, limit=0,
-            drafter="", out=str(folder(self.rollout.out, number * world + rank)),
-        )  # fmt: skip
+        config = self._rollout_config(number)
         prompts, facts = [self.start.prompts[i] for i in places], self.start.facts(drafter)
         rollout = roll(
             prompts, self.start.engine(drafter, self.lookup), config, facts, self.policy.target.eos_ids,
@@ -224,6 +221,19 @@ class PolicyModule(LightningModule):
             for t in rollout.trajectories:
                 self.lookup.remember(t.prompt_ids, t.response_ids)
         return rollout
+
+    def _rollout_config(self, number: int) -> RolloutConfig:
+        world, rank = self.trainer.world_size, self.trainer.global_rank
+        return replace(
+            self.start.config, run_seed=derive_seed(self.rollout.run_seed, "rollout", number), skip=0, limit=0,
+            drafter="", out=str(folder(self.rollout.out, number * world + rank)),
+        )  # fmt: skip
+
+    def requests(self, places: list[int], number: int) -> list[Request]:
+        """What the runner is asked in the rollout of that number."""
+        config, prompts = self._rollout_config(number), [self.start.prompts[i] for i in places]
+        params = config.params(self.policy.target.eos_ids)
+        return [request_for(item, params, config.run_seed) for item in in_order(prompts, config.samples_per_prompt)]
 
     def _updates(self) -> Updates:
         return Updates(

@@ -66,14 +66,13 @@ def collect(
             f"{manifest_base.get('verifier')!r}. Make the engine with the same one."
         )
     chosen, duplicates = choose(prompts, config.skip, config.limit)
-    canonical = sorted(chosen, key=lambda prompt: prompt.prompt_id)
-    items = [(prompt, sample) for prompt in canonical for sample in range(config.samples_per_prompt)]
+    items = in_order(chosen, config.samples_per_prompt)
     params = config.params(eos_ids)
     reward = reward or load_reward(config.reward)
     scorer = Scorer(reward.function if reward else None)
     run = {
         **manifest_base,
-        "prompts": prompts_hash(canonical),
+        "prompts": prompts_hash([prompt for prompt, _ in items[:: config.samples_per_prompt]]),
         "reward_code": reward.code if reward else None,
         "config": config.as_dict(),
         "sampling": sampling_json(params),
@@ -104,6 +103,18 @@ def collect(
     }
 
 
+def in_order(prompts: Sequence[Prompt], samples: int) -> list[Item]:
+    """Every prompt's samples, in the order in which trajectories lie."""
+    canonical = sorted(prompts, key=lambda prompt: prompt.prompt_id)
+    return [(prompt, sample) for prompt in canonical for sample in range(samples)]
+
+
+def request_for(item: Item, params: SamplingParams, run_seed: int) -> Request:
+    """With the seed that is the sample's own."""
+    prompt, sample = item
+    return Request(prompt.prompt_ids, params.with_seed(derive_seed(run_seed, prompt.prompt_id, sample)))
+
+
 def _generate(
     items: list[Item],
     engine: Generator,
@@ -118,10 +129,7 @@ def _generate(
     """Returns how many rounds drafted, and how many drafts were verified and accepted in them."""
     counted = {"rounds": 0, "drafts_verified": 0, "drafts_accepted": 0}
     left = [items[place] for place in writer.missing()]
-    requests = [
-        Request(prompt.prompt_ids, params.with_seed(derive_seed(config.run_seed, prompt.prompt_id, sample)))
-        for prompt, sample in left
-    ]
+    requests = [request_for(item, params, config.run_seed) for item in left]
 
     def keep(index: int, completion: Completion) -> None:
         item, request = left[index], requests[index]

@@ -43,7 +43,9 @@ OnFinish = Callable[[int, Completion], None]
 
 
 class Lengths(Protocol):
-    """What decides how many drafts of each request are verified; see Scheduler."""
+    """What decides whether there are drafts, and how many of each request are verified; see Scheduler."""
+
+    def drafts(self, requests: int) -> bool: ...
 
     def lengths(self, predictions: list[MTPPredictInfo], other_rows: int = 0) -> list[int]: ...
 
@@ -106,9 +108,16 @@ class Engine:
     def begin(self, requests: list[Request]) -> Run:
         """The run over these requests, before its first round, for one who looks at rounds. Raises DsparkError for
         requests that the runner cannot finish."""
-        self._check(requests)
-        self.target.refresh()
-        return Run(self, [_seeded(request) for request in requests])
+        needs = [_rows(request) for request in requests]
+        run = Run(self, sum(needs), max(needs, default=0), len(requests))
+        run.submit(requests)
+        return run
+
+    def open(self) -> Run:
+        """A run for requests that come while others are running (Run.submit), over all of kv_tokens. The weights are
+        those of now: a policy in training opens another run after an update."""
+        rows = self.options.kv_tokens
+        return Run(self, rows, min(rows, self.target.config.max_position_embeddings), self.options.max_batch)
 
     def score(
         self, prompt_ids: tuple[int, ...], response_ids: tuple[int, ...], params: SamplingParams
@@ -123,7 +132,8 @@ class Engine:
         with torch.inference_mode():
             return score(self.target, [Finished(prompt_ids, response_ids, params)])
 
-    def _check(self, requests: list[Request]) -> None:
+    def check(self, requests: list[Request]) -> None:
+        """Raises DsparkError for requests that the runner cannot finish."""
         longest, rows = self.target.config.max_position_embeddings, self.options.kv_tokens
         if self.lookup is not None and self.lookup.largest >= self.target.vocab_size:
             raise DsparkError(
@@ -131,7 +141,7 @@ class Engine:
                 f"remembers {self.lookup.largest}. Make a Lookup for each tokenizer."
             )
         for i, request in enumerate(requests):
-            need = len(request.prompt_ids) + request.params.max_tokens
+            need = _rows(request)
             if need > min(longest, rows):
                 raise DsparkError(
                     f"request {i}: expected prompt + max_tokens <= {min(longest, rows)} (the target's longest context "
@@ -143,6 +153,11 @@ class Engine:
                     f"request {i}: the greedy verifier expects temperature 0, but got {request.params.temperature}. "
                     "Use the coupled or the rejection verifier."
                 )
+
+
+def _rows(request: Request) -> int:
+    """Arena rows it may need."""
+    return len(request.prompt_ids) + request.params.max_tokens
 
 
 def _seeded(request: Request) -> Request:
@@ -183,24 +198,27 @@ def _refuse_confidences(drafter: Drafter | None, options: EngineOptions) -> None
 
 
 class Run:
-    """The state of one generate call: waiting and running sequences, and the arenas their rows live in.
+    """The state of one generate call, or of a runner that requests come to: waiting and running sequences, and the
+    arenas their rows live in.
 
-    drafting_seconds: of the last round, what drafting took.
+    rows: all that the requests may need (kv_tokens at most are made); longest: what one may need; most: requests that
+    may be in flight. drafting_seconds: of the last round, what drafting took.
     """
 
-    def __init__(self, engine: Engine, requests: list[Request]):
+    def __init__(self, engine: Engine, rows: int, longest: int, most: int):
+        engine.target.refresh()
         self.engine, self.target, self.options, self.taps = engine, engine.target, engine.options, engine.taps
-        needs = [len(r.prompt_ids) + r.params.max_tokens for r in requests]
-        capacity = max(1, min(sum(needs), self.options.kv_tokens))
+        capacity = max(1, min(rows, self.options.kv_tokens))
         config = self.target.config
-        rings = min(self.options.max_batch, len(requests))
+        rings = min(self.options.max_batch, most)
         self.cache = KVCache(
             config.cached_windows, capacity, config.num_kv_heads, config.head_dim, self.target.dtype,
-            rings, engine.backtracking, max(needs, default=0),
+            rings, engine.backtracking, longest,
         )  # fmt: skip
-        self.rings = list(range(rings)) if self.cache.entries else [0] * len(requests)  # free ones
+        self.rings = list(range(rings))  # free ones, of a cache that has them
         self.arena = Arena(capacity)
-        self.waiting = deque(enumerate(requests))
+        self.submitted = 0
+        self.waiting: deque[tuple[int, Request]] = deque()
         self.running: list[Sequence] = []
         self.kept: list[Sequence] = []  # finished, oldest first; their rows stay until the room is needed
         self.prefixes = PrefixCount()
@@ -216,6 +234,15 @@ class Run:
             return None
         width = drafter.config.num_predictions if options.commit_to_cap else self.engine.verify_tokens
         return DraftStage(drafter, capacity, options.verifier, width)
+
+    def submit(self, requests: list[Request]) -> list[int]:
+        """Puts requests behind those that wait; the indices that their sequences will have. Raises DsparkError, before
+        anything of them is taken, for one that the runner cannot finish."""
+        self.engine.check(requests)
+        indices = list(range(self.submitted, self.submitted + len(requests)))
+        self.waiting.extend(zip(indices, map(_seeded, requests), strict=True))
+        self.submitted += len(requests)
+        return indices
 
     @property
     def busy(self) -> bool:
@@ -246,29 +273,38 @@ class Run:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.options.max_batch:
             index, request = self.waiting[0]
-            base = self._room(len(request.prompt_ids) + request.params.max_tokens)
+            base = self._room(_rows(request))
             if base is None:
                 return
             self.waiting.popleft()
-            self.running.append(Sequence(index, request, base, self.rings.pop()))
+            ring = self.rings.pop() if self.cache.entries else 0
+            self.running.append(Sequence(index, request, base, ring))
             self.prefixes.prompt_tokens += len(request.prompt_ids)
 
     def _room(self, rows: int) -> int | None:
         """A free region; finished sequences give theirs up for it, the oldest first."""
         while True:
-            base = self.arena.alloc(rows) if self.rings else None
+            base = self.arena.alloc(rows) if self.rings or not self.cache.entries else None
             if base is not None or not self.kept:
                 return base
             oldest = self.kept.pop(0)
             self.arena.free(oldest.base)
-            self.rings.append(oldest.ring)
+            if self.cache.entries:
+                self.rings.append(oldest.ring)
 
     def _draft(self, decoding: list[Sequence]) -> Drafts:
         """One entry per decoding sequence; an empty prediction where no draft can be used."""
-        stage = self.mixed or self.drafting
-        if stage is None or not decoding:
+        asked = bool(self.drafting and decoding) and (
+            self.options.commit_to_cap or self.scheduler.drafts(len(decoding))
+        )
+        if not decoding or not (asked or self.mixed):
             return Drafts([MTPPredictInfo((), None)] * len(decoding), None)
-        drafts = stage.propose(decoding, SamplingRows.of([s.request.params for s in decoding]))
+        sampling = SamplingRows.of([s.request.params for s in decoding])
+        if self.mixed:
+            drafts = self.mixed.propose(decoding, sampling, asked)
+        else:
+            assert self.drafting is not None, "or nobody was asked"
+            drafts = self.drafting.propose(decoding, sampling)
         useful = [
             cut(p, schedule.draft_limit(len(p.token_ids), s.remaining))
             for p, s in zip(drafts.predictions, decoding, strict=True)

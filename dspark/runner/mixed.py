@@ -36,10 +36,11 @@ class MixedStage:
         self._trails: dict[int, Trail] = {}
         self._modelled: dict[int, tuple[int, ...]] = {}  # what the model drafted for a request last
 
-    def propose(self, sequences: list[Sequence], sampling: SamplingRows) -> Drafts:
-        """The better block for each sequence, with a rate for every draft; an empty one where nothing was found."""
+    def propose(self, sequences: list[Sequence], sampling: SamplingRows, may_ask: bool = True) -> Drafts:
+        """The better block for each sequence, with a rate for every draft; an empty one where nothing was found.
+        may_ask: whether the model may be asked in this round."""
         blocks = [self._look_up(s) for s in sequences]
-        asked = self._worth_asking(sequences, blocks)
+        asked = self._worth_asking(sequences, blocks) if may_ask else []
         if self.model and asked:
             only = torch.zeros(len(sequences), dtype=torch.int64).index_fill(0, torch.tensor(asked), 1)
             drafts = self.model.propose([sequences[i] for i in asked], sampling.repeat(only))

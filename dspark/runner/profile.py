@@ -57,6 +57,9 @@ class _Width:
     def __init__(self) -> None:
         self.width = self.rows = 0
 
+    def drafts(self, requests: int) -> bool:
+        return True
+
     def lengths(self, predictions: Sequence[MTPPredictInfo], other_rows: int = 0) -> list[int]:
         lengths = fixed(predictions, self.width)
         self.rows = len(lengths) + sum(lengths)

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from dspark.contracts import MTPPredictInfo
 from dspark.runner.curve import CapacityCurve
+from dspark.runner.gate import Gate
 
 Policy = Literal["fixed", "threshold", "early_stop", "lagged_global", "global"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -137,6 +138,7 @@ class Scheduler:
     verify_tokens: int
     least: float = 0.0
     curve: CapacityCurve | None = None
+    gate: Gate = field(default_factory=Gate)
     _passes: Floats = field(default_factory=lambda: np.empty(0))
     _drafting: dict[int, float] = field(default_factory=dict)
     _past: deque[Floats] = field(default_factory=lambda: deque(maxlen=_LAG))
@@ -156,6 +158,11 @@ class Scheduler:
         advice = "All drafts are verified. Make one: dspark profile --drafter DRAFTER --requests 1 4 16."
         return f"{self.policy} needs a capacity curve, and {got}. {advice}"
 
+    def drafts(self, requests: int) -> bool:
+        """Whether the draft model is asked in the next round: policies that weigh against a curve leave it out where it
+        does not pay."""
+        return self.policy not in NEEDS_CURVE or self.told is not None or self.gate.open(requests)
+
     def lengths(self, predictions: Sequence[MTPPredictInfo], other_rows: int = 0) -> list[int]:
         """Verification length per request. other_rows: prompt tokens that are in the same pass."""
         if not any(p.token_ids for p in predictions) or self.policy == "fixed" or self.told:
@@ -163,10 +170,16 @@ class Scheduler:
         survival = survivals(predictions, self.verify_tokens)
         if self.policy == "threshold":
             return threshold(survival, self.least)
+        modelled, informed = _modelled(predictions), self.policy != "lagged_global" or len(self._past) == _LAG
+        seconds = self._seconds(len(predictions), modelled, survival.size, other_rows)
         if self.policy == "lagged_global":
-            return self._lagged(survival, _modelled(predictions), other_rows)
-        seconds = self._seconds(len(predictions), _modelled(predictions), survival.size, other_rows)
-        return (early_stop if self.policy == "early_stop" else best)(survival, seconds)
+            found = self._lagged(survival, modelled, other_rows)
+        else:
+            found = (early_stop if self.policy == "early_stop" else best)(survival, seconds)
+        if modelled and informed:
+            plain = len(predictions) / (seconds[0] - self._drafting[modelled])
+            self.gate.learn(len(predictions), tokens_per_second(survival, found, seconds) / plain)
+        return found
 
     def _seconds(self, requests: int, modelled: int, drafts: int, other_rows: int) -> Floats:
         """CapacityCurve.rounds, from tables made once that grow. modelled: requests that a draft model worked for."""

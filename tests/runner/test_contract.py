@@ -90,7 +90,7 @@ def opinionated(drafter, spread: float = 3.0):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_schedules_do_not_matter(target, policy, least, temperature) -> None:
     """Lengths from 0 to the whole block in one batch, and not a bit of the output knows."""
-    drafter, requests = opinionated(make_drafter(target)), make_requests(12, temperature=temperature)
+    drafter, requests = opinionated(make_drafter(target)), make_requests(16, temperature=temperature, max_tokens=100)
     reference = outputs(engine(target).generate(requests))
     for more in ({}, {"max_batch": 3, "prefill_chunk": 5}, {"commit_to_cap": True}, {"verify_tokens": 2}):
         done = engine(target, drafter, policy=policy, threshold=least, curve=CURVE, **more).generate(requests)

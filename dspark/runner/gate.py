@@ -1,0 +1,48 @@
+"""Whether the draft model is asked at all in a round, by what its last blocks were worth.
+
+A schedule can cut a block to nothing, but by then the block has been drafted, and at large batches drafting alone costs
+a quarter of a pass. So where a round with drafts, drafting included, was expected to yield fewer tokens per second than
+one without, the model rests for some rounds, and longer every time that this is found again. Rounds with about as many
+requests (up to a power of two) share a verdict. Confidences of earlier rounds alone decide, so under the rejection
+verifier the law of the output does not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_NEW = 0.25  # weight of the last round in the running ratio
+_FIRST, _MOST, _LONGER = 4, 256, 4  # rounds of rest: the first time, at most, and the factor in between
+
+
+@dataclass(slots=True)
+class _State:
+    """ratio: running mean of tokens per second with drafts over that without, None before the first."""
+
+    ratio: float | None = None
+    rest: int = 0
+    pause: int = _FIRST
+
+
+class Gate:
+    """One run's."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, _State] = {}
+
+    def open(self, requests: int) -> bool:
+        """Whether to draft in the next round, which has so many requests. Counts the round."""
+        state = self._states.setdefault(requests.bit_length(), _State())
+        if state.rest == 0:
+            return True
+        state.rest -= 1
+        return False
+
+    def learn(self, requests: int, ratio: float) -> None:
+        """Of a round that drafted: tokens per second expected with its drafts over that of a round without."""
+        state = self._states.setdefault(requests.bit_length(), _State())
+        state.ratio = ratio if state.ratio is None else (1 - _NEW) * state.ratio + _NEW * ratio
+        if state.ratio >= 1.0:
+            state.pause = _FIRST
+        else:
+            state.rest, state.pause = state.pause, min(_MOST, _LONGER * state.pause)

@@ -1,0 +1,78 @@
+"""The draft model rests where drafting does not pay, is tried again now and then, and nothing of it shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from dspark.drafter.model import Drafter
+from dspark.runner import Engine, EngineOptions
+from dspark.runner.curve import CapacityCurve
+from dspark.runner.gate import Gate
+from dspark.target.decoder import Target
+from tests.runner.conftest import counts, make_requests, outputs
+
+DEAR = CapacityCurve((1, 1000), (1.0, 1.1), (1, 64), (9.0, 9.0))  # a row costs next to nothing, drafting nine passes
+CHEAP = CapacityCurve((1, 1000), (1.0, 1.1), (1, 64), (1e-6, 1e-6))
+STEEP = CapacityCurve((1, 1000), (1.0, 1000.0), (1, 64), (0.5, 0.5))
+
+
+def pattern(gate: Gate, ratio: float, rounds: int, requests: int = 8) -> list[bool]:
+    asked = []
+    for _ in range(rounds):
+        asked.append(gate.open(requests))
+        if asked[-1]:
+            gate.learn(requests, ratio)
+    return asked
+
+
+def test_rests_are_longer_every_time_but_end() -> None:
+    asked = pattern(Gate(), 0.7, 400)
+    tried = [i for i, yes in enumerate(asked) if yes]
+    assert tried == [0, 5, 22, 87, 344]
+    assert sum(pattern(Gate(), 0.7, 10_000)) < 45  # rests have a longest
+
+
+def test_what_pays_is_never_left_out_and_a_change_is_noticed() -> None:
+    gate = Gate()
+    assert all(pattern(gate, 1.3, 50))
+    assert not all(pattern(gate, 0.2, 50))
+    assert pattern(gate, 5.0, 600)[-1]
+    assert all(pattern(gate, 5.0, 50))
+
+
+def test_one_bad_round_among_good_ones_is_no_reason() -> None:
+    gate = Gate()
+    pattern(gate, 1.4, 10)
+    gate.learn(8, 0.6)
+    assert gate.open(8)
+
+
+def test_batch_sizes_have_verdicts_of_their_own() -> None:
+    gate = Gate()
+    pattern(gate, 0.5, 1, requests=32)
+    assert not gate.open(32)
+    assert not gate.open(33)
+    assert gate.open(1)
+
+
+@pytest.mark.parametrize("policy", ["early_stop", "lagged_global", "global"])
+@pytest.mark.parametrize("verifier", ["coupled", "greedy"])
+def test_resting_changes_no_output(target: Target, drafter: Drafter, policy: str, verifier: str) -> None:
+    requests = make_requests(9, **({"temperature": 0.0} if verifier == "greedy" else {}))
+    plain = outputs(Engine(target, None, EngineOptions(max_batch=4)).generate(requests))
+    found = {}
+    for name, curve in {"dear": DEAR, "cheap": CHEAP, "steep": STEEP}.items():
+        options = EngineOptions(verifier=verifier, max_batch=4, policy=policy, curve=curve)
+        done = Engine(target, drafter, options).generate(requests)
+        assert outputs(done) == plain
+        found[name] = counts(done)
+    assert 0 < found["dear"][0] < found["cheap"][0] / 2
+    assert all(n > 0 for n in found["cheap"])
+
+
+def test_whole_blocks_for_labels_are_always_drafted(target: Target, drafter: Drafter) -> None:
+    """commit_to_cap records what a policy would have done on every round: no round may be missing."""
+    options = EngineOptions(max_batch=4, policy="global", curve=DEAR, commit_to_cap=True)
+    for completion in Engine(target, drafter, options).generate(make_requests(6)):
+        written = len(completion.token_ids) - 1
+        assert len(completion.rounds) >= written - sum(r.accepted for r in completion.rounds) - 1
