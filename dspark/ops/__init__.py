@@ -9,6 +9,7 @@ the kernels. The one importer of ``dspark_kernels``.
 from __future__ import annotations
 
 from dspark.ops.attention import attention
+from dspark.ops.cpu.layers import Stack
 from dspark.ops.cpu.linear import forget
 from dspark.ops.linear import linear
 from dspark.ops.rows import add_rms_norm, rms_norm, rotary, silu_mul
@@ -16,6 +17,7 @@ from dspark.ops.sampling import gumbel_argmax, law_logprob, log_of, log_softmax,
 from dspark.ops.selftest import fingerprint, self_test
 
 __all__ = [
+    "Stack",
     "add_rms_norm",
     "attention",
     "fingerprint",

@@ -36,6 +36,11 @@ class KVCache:
         self.v: list[Tensor] = [torch.empty((n, num_kv_heads, head_dim), dtype=dtype) for n in rows]
 
     @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of every layer."""
+        return list(zip(self.k, self.v, strict=True))
+
+    @property
     def nbytes(self) -> int:
         """Of all layers."""
         return sum(t.nbytes for t in (*self.k, *self.v))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dspark import ops
 from dspark.contracts import DsparkError
+from dspark.ops import Stack
 from dspark.target.branching import branching
 from dspark.target.cache import KVCache
 from dspark.target.families import DecoderConfig
@@ -118,6 +119,15 @@ class Target:
         """Every fused weight with its name."""
         return iter(self._tensors.items())
 
+    @cached_property
+    def _stack(self) -> Stack | None:
+        """All layers in one call, where the CPU's kernels compute and the layers are of one kind."""
+        here = self.embed_weight.is_cpu and self.dtype != torch.float64
+        if self.ops is not ops or self.config.consumers or not here:
+            return None
+        following = [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
+        return Stack(self.layers, following, (self.config.num_heads, self.config.num_kv_heads, self.config.head_dim))
+
     def refresh(self) -> None:
         """Drops the packed copies of trained weights. Called before every generation and every scoring: an optimizer of
         one's own may have written them in a way that nothing else notices (``weight.data``)."""
@@ -178,6 +188,12 @@ class Target:
         place = Place.of(self._rope.at(positions), rows, begin, end, config.windows, spans, cache, stem)
         residual = kept[-1] = self.embed(ids)
         normed = self.ops.rms_norm(residual, self.layers[0].input_norm, config.rms_norm_eps)
+        if cache and self._stack and not (cache.entries or replay or torch.is_grad_enabled()):
+            normed, _, tapped = self._stack.run(
+                normed, residual, cache.pairs, (place.cos, place.sin), rows, [place.begins[w] for w in config.windows],
+                end, config.rms_norm_eps, [i for i in taps if i >= 0],
+            )  # fmt: skip
+            return normed, torch.cat([(kept | tapped)[i] for i in taps], dim=1) if taps else None
         shared: Keys | None = None
         for i, layer in enumerate(self.layers):
             if i == self.num_layers - config.consumers:
