@@ -130,10 +130,12 @@ class Target:
 
     def refresh(self) -> None:
         """Drops the packed copies of trained weights. Called before every generation and every scoring: an optimizer of
-        one's own may have written them in a way that nothing else notices (``weight.data``)."""
+        one's own may have written them in a way that nothing else notices (``weight.data``), or their module may have
+        been moved to another dtype."""
         for tensor in self._tensors.values():
             if isinstance(tensor, torch.nn.Parameter):
                 ops.forget(tensor)
+                self.__dict__.pop("_stack", None)
 
     @cached_property
     def self_tested(self) -> int:
