@@ -19,10 +19,12 @@ def emit(
     """Append the first caps[r] + 1 of each verdict's tokens with their log-probabilities: logits, probs [N,V], the
     verdicts' rows. Returns how many each sequence kept."""
     verdicts = [Verdict(v.accepted, v.tokens[: c + 1], v.rows[: c + 1]) for v, c in zip(verdicts, caps, strict=True)]
-    rows = torch.tensor([row for v in verdicts for row in v.rows])
-    tokens = torch.tensor([token for v in verdicts for token in v.tokens])
-    logprobs = iter(ops.log_of(probs[rows], tokens).tolist())
-    raw = iter(ops.raw_logprob(logits[rows], tokens).tolist())
+    emitted = [row for v in verdicts for row in v.rows]
+    rows, tokens = torch.tensor(emitted), torch.tensor([token for v in verdicts for token in v.tokens])
+    chosen = probs[rows, tokens]  # and not whole rows of a vocabulary: a copy costs a twentieth of a pass
+    logprobs = iter(ops.log_of(chosen[:, None], torch.zeros_like(tokens)).tolist())
+    raw_of = logits if emitted == list(range(len(logits))) else logits[rows]
+    raw = iter(ops.raw_logprob(raw_of, tokens).tolist())
     kept = []
     for sequence, verdict in zip(sequences, verdicts, strict=True):
         n = len(verdict.tokens)
