@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from dspark.contracts import DsparkError, Request
+from dspark.target.load import quiet
 
 PYTHON = "DSPARK_VLLM_PYTHON"
 _SCRIPT = Path(__file__).with_name("vllm_peer.py")
@@ -50,11 +51,13 @@ class Transformers:
     """AutoModelForCausalLM.generate, `batch` prompts at a time, padded on the left."""
 
     def __init__(self, folder: Path, dtype: str):
-        from transformers import AutoModelForCausalLM
-
         self.name = f"transformers {dtype}"
         kind = getattr(torch, dtype)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=kind, trust_remote_code=False).eval()
+        with quiet():
+            from transformers import AutoModelForCausalLM
+
+            model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=kind, trust_remote_code=False)
+        self._model = model.eval()
         self._model.generation_config.eos_token_id = None  # nothing ends early
 
     def answer(self, requests: Sequence[Request], batch: int) -> Answered:
@@ -81,6 +84,17 @@ class Transformers:
 
     def close(self) -> None:
         del self._model
+
+
+def faster(peers: Sequence[Peer], requests: Sequence[Request]) -> Peer:
+    """The one that answers these sooner, by one trial after a warm-up; the others are closed."""
+    for peer in peers:
+        peer.answer(requests[:1], 1)
+    best = min(peers, key=lambda peer: peer.answer(requests, len(requests)).seconds)
+    for peer in peers:
+        if peer is not best:
+            peer.close()
+    return best
 
 
 class Vllm:

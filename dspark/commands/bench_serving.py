@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from dspark import ops
 from dspark.bench import arriving, serving
-from dspark.bench.peers import Peer, Transformers, Vllm
+from dspark.bench.peers import Peer, Transformers, Vllm, faster
 from dspark.bench.roofline import Rates, measure_rates
 from dspark.commands.recipe_options import whole_number
 from dspark.commands.running import Loaded, load, load_curve
@@ -25,9 +25,10 @@ from dspark.noise import derive_seed
 from dspark.runner import EngineOptions
 from dspark.target.load import checkpoint_dir
 
-BELONGS = dict.fromkeys(("against", "batches", "parts", "contexts", "arrivals"), ("runner",))
+BELONGS = dict.fromkeys(("against", "peer_dtype", "batches", "parts", "contexts", "arrivals"), ("runner",))
 PARTS = ("speed", "arrivals", "memory", "contexts")
 PEERS = ("transformers", "vllm")
+DTYPES = ("bfloat16", "float32")
 LONG_BATCH = 1  # requests at once at each context
 DECODED = 16  # tokens after the first, at each context
 CHECKED = 16  # requests that came over time and are answered again alone
@@ -45,12 +46,18 @@ class RunnerOptions:
     parts: tuple[str, ...] = PARTS
     contexts: tuple[int, ...] = (128, 1024, 4096)
     arrivals: int = 200
+    peer_dtype: str = ""
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that only this one has; None where not given."""
     of, many = RunnerOptions(), whole_number(1)
     parser.add_argument("--against", choices=PEERS, help="for runner: another engine, in turn (default: none)")
+    parser.add_argument(
+        "--peer_dtype",
+        choices=DTYPES,
+        help="for runner: the other engine's (default: transformers: the faster)",
+    )
     parser.add_argument("--batches", type=many, nargs="+", help="for runner: requests at once (default: 1 8 32)")
     parser.add_argument(
         "--parts",
@@ -99,13 +106,16 @@ def _check_contexts(loaded: Loaded, options: RunnerOptions) -> None:
 
 
 def _peers(against: str | None, loaded: Loaded, options: RunnerOptions) -> tuple[Peer, ...]:
-    """bf16 is what we run; transformers is also given fp32, which some processors are faster in."""
-    folder = checkpoint_dir(loaded.source)
+    """transformers in the dtype that it is faster in here, unless one was asked for: bf16 where the processor has
+    instructions for it, else fp32."""
+    folder, asked = checkpoint_dir(loaded.source), options.peer_dtype
     if against == "transformers":
-        return tuple(Transformers(folder, dtype) for dtype in dict.fromkeys((loaded.dtype, "float32")))
+        candidates = [Transformers(folder, dtype) for dtype in ([asked] if asked else DTYPES)]
+        short = [replace(r, params=replace(r.params, max_tokens=4)) for r in _requests(loaded, 8, options)]
+        return (faster(candidates, short) if len(candidates) > 1 else candidates[0],)
     if against == "vllm":
         longest = max(*options.contexts, 512) + DECODED + 1 + options.max_tokens
-        return (Vllm(folder, loaded.dtype, longest, max(options.batches)),)
+        return (Vllm(folder, asked or loaded.dtype, longest, max(options.batches)),)
     return ()
 
 

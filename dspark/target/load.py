@@ -69,7 +69,7 @@ def random_target(source: str | Path, dtype: torch.dtype | str, seed: int, scale
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer that belongs to the target at ``source``, with its chat template when the source has one."""
     directory = checkpoint_dir(source)
-    with _quiet():
+    with quiet():
         from transformers import AutoTokenizer
 
         try:
@@ -159,7 +159,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     """Dequantises to fp32, which holds every GGUF value exactly, so that fp32 and bf16 targets come from one file."""
     from safetensors.torch import save_file
 
-    with _quiet():
+    with quiet():
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         where = {"pretrained_model_name_or_path": str(gguf.parent.resolve()), "gguf_file": gguf.name}
@@ -181,7 +181,7 @@ def _convert(gguf: Path, directory: Path) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars and warnings from transformers inside; its verbosity is put back, whatever happens."""
     from transformers.utils import logging as chatter
 

@@ -154,6 +154,21 @@ def test_transformers_says_what_we_say(tmp_path: Path) -> None:
     assert outputs(ours)
 
 
+def test_the_faster_of_two_stays(small: Target) -> None:
+    class Slow(Same):
+        closed = False
+
+        def answer(self, requests: Sequence[Request], batch: int) -> Answered:
+            return replace(super().answer(requests, batch), seconds=9.0)
+
+        def close(self) -> None:
+            self.closed = True
+
+    slow, quick = Slow(small), Same(small)
+    assert peers.faster([slow, quick], requests()) is quick
+    assert slow.closed
+
+
 def test_without_vllm_it_is_said_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(peers.PYTHON, raising=False)
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
