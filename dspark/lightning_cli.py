@@ -37,7 +37,7 @@ from dspark.recipe import SUFFIXES, read_recipe
 from dspark.recipe_errors import explain
 from dspark.recipe_help import recipe_page, verb_page
 from dspark.training.callbacks import LastCheckpoint
-from dspark.training.checkpoint_io import AtomicCheckpointIO
+from dspark.training.checkpoint_io import AtomicCheckpointIO, refuse_damaged
 
 LOG_DIR = "tb_logs"
 SEED = 0
@@ -221,7 +221,10 @@ class RecipeCLI(LightningCLI):
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Any:
         config["plugins"] = with_checkpoint_io(config.get("plugins"), config.get("strategy"))
-        return super()._instantiate_trainer(config, callbacks)
+        try:
+            return super()._instantiate_trainer(config, callbacks)
+        except (ValueError, TypeError) as error:  # flags that contradict each other, or this machine
+            raise user_error(error) or DsparkError(f"trainer: {' '.join(str(error).split())}") from error
 
     def after_instantiate_classes(self) -> None:
         root = Path(self.trainer.default_root_dir)
@@ -240,6 +243,8 @@ class RecipeCLI(LightningCLI):
                 )
 
     def _run_subcommand(self, subcommand: str) -> None:
+        if refuse := getattr(self.model, "refuse_verb", None):
+            refuse(subcommand)
         try:
             super()._run_subcommand(subcommand)
         except SystemExit as left:
@@ -313,9 +318,10 @@ def load_checkpoint(path: str) -> dict[str, Any]:
     """A checkpoint of plain tensors and values. Raises DsparkError when there is none, or it holds more than that."""
     if not Path(path).is_file():
         raise DsparkError(
-            f"{path}: expected a checkpoint (--ckpt_path), but there is no such file. "
-            "Give another, or train first: lightning fit RECIPE.yaml."
+            f"{path}: expected a checkpoint (--ckpt_path), but there is no such file. Give another, or leave it out: "
+            "lightning fit RECIPE.yaml starts from the beginning (a run of RL from the rollouts that are there)."
         )
+    refuse_damaged(path)
     try:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

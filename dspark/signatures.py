@@ -22,8 +22,9 @@ class Argument:
     text: str
 
 
-def arguments(cls: type, prefix: str = "") -> Iterator[Argument]:
-    """The arguments of ``cls`` in order; a dataclass argument is followed by its own fields.
+def arguments(cls: type, prefix: str = "", made: Any = None) -> Iterator[Argument]:
+    """The arguments of ``cls`` in order; a dataclass argument is followed by its own fields. made: an object of it that
+    stands where nothing is given: its values are the defaults.
 
     Words come from the ``Args:`` section of the class's docstring. Raises what `typing.get_type_hints` raises.
     """
@@ -34,10 +35,23 @@ def arguments(cls: type, prefix: str = "") -> Iterator[Argument]:
     for name, parameter in inspect.signature(cls).parameters.items():
         if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
             continue
-        yield Argument(prefix + name, parameter.default, " ".join((texts.get(name) or "").split()))
+        default = _default(cls, name) if made is None else getattr(made, name)
+        nested = dataclasses.is_dataclass(default)
+        yield Argument(
+            prefix + name, parameter.default if nested or made is None else default,
+            " ".join((texts.get(name) or "").split()),
+        )  # fmt: skip
         for part in (hints.get(name), *typing.get_args(hints.get(name))):
             if isinstance(part, type) and dataclasses.is_dataclass(part):
-                yield from arguments(part, f"{prefix}{name}.")
+                yield from arguments(part, f"{prefix}{name}.", default if nested else None)
+
+
+def _default(cls: type, name: str) -> Any:
+    """What a dataclass makes of a field that is not given; None where that is no dataclass' doing."""
+    for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
+        if field.name == name and field.default_factory is not dataclasses.MISSING:
+            return field.default_factory()
+    return None
 
 
 def class_at(path: str) -> type | None:

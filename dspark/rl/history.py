@@ -32,12 +32,29 @@ class History:
     def __init__(self, lines: Sequence[dict[str, Any]] = ()):
         self.lines = list(lines)
 
+    def summary(self) -> str:
+        """Mean reward of the first and the last rollouts, and how far sampler and trainer were apart."""
+        rewards = [r for line in self.lines if (r := line.get("rollout/reward")) is not None]
+        few = max(1, min(10, len(rewards) // 2))
+        first, last = (sum(some) / max(1, len(some)) for some in (rewards[:few], rewards[-few:]))
+        apart = max((line.get("train/logprob_diff_max") or 0.0 for line in self.lines), default=0.0)
+        return (
+            f"{len(self.lines)} rollouts; reward {first:.2f} -> {last:.2f} (first and last {few}); sampler and trainer "
+            f"differ by {apart:g}"
+        )
+
     def add(self, line: dict[str, Any], folder: str | Path) -> None:
         """What is no finite number becomes null."""
         bad = {k for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)}
         self.lines.append({k: None if k in bad else v for k, v in line.items()})
         text = "".join(json.dumps(one, allow_nan=False) + "\n" for one in self.lines)
         atomic_write(Path(folder) / HISTORY, text)
+
+
+def rollouts_told(folder: str | Path) -> int:
+    """Lines of the history in a folder, 0 without one."""
+    path = Path(folder) / HISTORY
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
 def rollout_figures(rollout: Rollout, drafts: bool, add: Callable[[Tensor], Tensor]) -> dict[str, float]:

@@ -28,7 +28,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from dspark.contracts import DsparkError, Request
 from dspark.noise import derive_seed
 from dspark.rl.follow import Follower
-from dspark.rl.history import History, rollout_figures
+from dspark.rl.history import HISTORY, History, rollout_figures, rollouts_told
 from dspark.rl.masters import Masters
 from dspark.rl.options import FollowOptions, ObjectiveOptions, PolicyOptimizerOptions
 from dspark.rl.ranks import Ranks
@@ -49,7 +49,7 @@ from dspark.training.ranges import COUNT, NATURAL, NOT_NEGATIVE, SHARE, check
 T = TypeVar("T")
 MASTERS_KEY, FOLLOW_KEY, HISTORY_KEY, RECORD_KEY = "dspark_masters", "dspark_follow", "dspark_history", "dspark_record"
 # Settings that may be others when a run is resumed: paths (hashes count) and what shows in no result.
-FREE = ("batch_size", "target", "drafter", "prompts", "curve", "out", "keep_policies")
+FREE = ("batch_size", "target", "drafter", "prompts", "curve", "out", "keep_policies", "max_failed_share")
 
 
 class PolicyModule(LightningModule):
@@ -124,13 +124,17 @@ class PolicyModule(LightningModule):
 
     # ---- construction -------------------------------------------------------------------------------------------
 
-    def setup(self, stage: str) -> None:
-        """Load policy, tokenizer, draft model and prompts, once."""
-        if stage != "fit":
+    def refuse_verb(self, verb: str) -> None:
+        """Raises DsparkError for another verb than fit; the command line asks before Lightning does."""
+        if verb != "fit":
             raise DsparkError(
-                f"{stage}: expected `fit`, the one verb of an RL recipe, but got {stage}. To judge a policy, roll it "
+                f"{verb}: expected `fit`, the one verb of an RL recipe, but got {verb}. To judge a policy, roll it "
                 "out: dspark rollout recipes/rollout.yaml --target runs/rl/policy --reward ..."
             )
+
+    def setup(self, stage: str) -> None:
+        """Load policy, tokenizer, draft model and prompts, once."""
+        self.refuse_verb(stage)
         _refuse_trainer(self.trainer, self.objective.updates_per_rollout)
         if not self._parts:
             self._parts.append(Start.load(self.rollout, self.random_weights, self.objective.kl > 0))
@@ -169,9 +173,21 @@ class PolicyModule(LightningModule):
             if self.follower:
                 self.follower.load_state_dict(self._resumed[FOLLOW_KEY])
         if self.trainer.is_global_zero:
+            self._refuse_shorter_run(rollouts)
             keep_run_record(self.rollout.out, self._record(), len(self.history.lines) * self.trainer.world_size)
         self.lookup = Lookup(self.rollout.lookup) if self.rollout.lookup else None
         self._recall()
+
+    def _refuse_shorter_run(self, rollouts: int) -> None:
+        """Raises DsparkError where a run from the start would end before the one that is there, and replace it."""
+        root = Path(self.trainer.default_root_dir)
+        there = 0 if self._resumed else rollouts_told(root)
+        if there > rollouts:
+            raise DsparkError(
+                f"{root}: expected a folder without a longer run, but got the history of {there} rollouts, and "
+                f"max_steps is enough for {rollouts}: its policy would be replaced. Go on from its last.ckpt "
+                "(--ckpt_path), or give another trainer.default_root_dir."
+            )
 
     def _record(self) -> dict[str, Any]:
         """What decides on the run's results, and which builds and threads make them."""
@@ -197,7 +213,7 @@ class PolicyModule(LightningModule):
         """Roll out, update, follow."""
         number = self.trainer.global_step // self.objective.updates_per_rollout
         self._keep_policy(number)
-        rollout, rolled = _timed(lambda: self._roll(places, number))
+        rollout, rolled = _timed(lambda: self.ranks.together(lambda: self._roll(places, number)))
         learned, updated = _timed(lambda: self._updates().learn(rollout))
         followed, trained = _timed(lambda: self._follow(rollout))
         seconds = {"rollout": rolled, "generate": rollout.seconds, "update": updated, "follow": trained}
@@ -282,7 +298,7 @@ class PolicyModule(LightningModule):
             return
         root = Path(self.trainer.default_root_dir)
         save_policy(root / "policy", self.policy.target, self.rollout.target)
-        told = [f"policy: {root / 'policy'}"]
+        told = [self.history.summary(), f"history: {root / HISTORY}", f"policy: {root / 'policy'}"]
         if self.follower and self.start.bundle:
             save_drafter(root / "drafter", self.follower.serve(), self.policy.target, self.start.bundle)
             told.append(f"draft model: {root / 'drafter'}")
@@ -322,6 +338,13 @@ def _refuse_trainer(trainer: Trainer, updates: int) -> None:
         ("callbacks", not odd, f"checkpoints every so many steps that {updates} (updates_per_rollout) divides", odd),
         ("accelerator", strategy.root_device.type == "cpu", "cpu, where the operations are", strategy.root_device),
     )  # fmt: skip
+    whole = {"fast_dev_run": ("0", "False"), "overfit_batches": ("0", "0.0"), "limit_train_batches": ("None", "1.0")}
+    partial = [(name, got) for name, usual in whole.items() if repr(got := getattr(trainer, name)) not in usual]
+    if partial:
+        raise DsparkError(
+            f"trainer.{partial[0][0]}: expected it left out, but got {partial[0][1]}: it would end a run early, or "
+            "give it other prompts, and leave its files in the place of a whole one's. Lower max_steps."
+        )
     for name, ok, wanted, got in checks:
         if not ok:
             raise DsparkError(f"trainer.{name}: expected {wanted}, but got {got}.")

@@ -6,6 +6,7 @@ that is killed and resumed finds what it had finished, and a folder that other w
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,10 +87,12 @@ def roll(
     summary = collect(prompts, timed, config, config.out, dict(facts), eos_ids=eos_ids, decode=decode, reward=reward)
     failed = summary["rewards_missing"]
     if failed > max_failed_share * summary["trajectories"]:
+        aside = _set_aside(Path(config.out))
         said = "; ".join(summary["reward_errors"]) or "an earlier run of this folder met them"
         raise DsparkError(
             f"{config.out}: expected rewards, but the function failed on {failed} of {summary['trajectories']} samples "
-            f"({said}). Mend it, or raise max_failed_share; the samples are kept."
+            f"({said}). If what it needs was away, give the same command again (--ckpt_path last.ckpt): this rollout, "
+            f"now in {aside}, is made anew. Or raise max_failed_share. A function that is mended is another run's."
         )
     return Rollout(read_trajectories(config.out), read_rounds(config.out), timed.seconds, facts["target"])
 
@@ -113,6 +116,14 @@ class _Timed:
         completions = self._engine.generate(requests, finish)
         self.seconds += time.perf_counter() - began - outside
         return completions
+
+
+def _set_aside(made: Path) -> Path:
+    """Out of the way of a rollout of that number: failed-NUMBER, or the next name that is free."""
+    names = (made.with_name(f"failed-{made.name}{f'-{n}' if n else ''}") for n in itertools.count())
+    aside = next(name for name in names if not name.exists())
+    made.rename(aside)
+    return aside
 
 
 def folder(root: str | Path, number: int) -> Path:

@@ -25,6 +25,8 @@ def keep_run_record(out: str | Path, record: dict[str, Any], first: int) -> None
         atomic_write(path, json.dumps(record, indent=1, sort_keys=True) + "\n")
         return
     was = read_json(path, "record of an RL run")
+    if not isinstance(was, dict):
+        raise DsparkError(f"{path}: expected the record of an RL run, but got {type(was).__name__}. Restore the file.")
     refuse_other_run(str(out), was, record)
     if was.get(THREADS) != record[THREADS]:
         _other_threads(Path(out), was.get(THREADS), record[THREADS], first)

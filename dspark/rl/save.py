@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dspark.contracts import DsparkError
 from dspark.drafter.model import Drafter
 from dspark.export.bundle import Bundle, save_bundle, write_calibration
 from dspark.files import atomic_dir, share
@@ -51,9 +53,15 @@ def save_target(folder: Path, target: Target, raw: dict[str, Any], tokenizer: Pa
         pieces = held[name].detach().split([shape[0] for _, shape in parts])
         tensors |= {part: piece.contiguous().clone() for (part, _), piece in zip(parts, pieces, strict=True)}
     with atomic_dir(folder) as temporary:
-        save_file(tensors, temporary / SINGLE)
-        share(temporary / SINGLE)
-        (temporary / CONFIG).write_text(json.dumps(raw, indent=1) + "\n")
-        for name in _COPIED:
-            if (tokenizer / name).exists():
-                shutil.copy(tokenizer / name, temporary / name)
+        try:
+            save_file(tensors, temporary / SINGLE)
+            share(temporary / SINGLE)
+            (temporary / CONFIG).write_text(json.dumps(raw, indent=1) + "\n")
+            for name in _COPIED:
+                if (tokenizer / name).exists():
+                    shutil.copy(tokenizer / name, temporary / name)
+        except (OSError, SafetensorError) as error:
+            raise DsparkError(
+                f"{folder}: expected room for a checkpoint, but got: {' '.join(str(error).split())}. What was there is "
+                "as it was; make room and give the same command again."
+            ) from error

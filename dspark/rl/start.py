@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +116,8 @@ def _target(config: RolloutConfig, random_weights: float) -> Target:
 
 def _prompts(config: RolloutConfig, tokenizer: Any, target: Target) -> list[Prompt]:
     longest = longest_prompt(config, target, EngineOptions().kv_tokens)
-    found = load_prompts(
-        config.prompts, tokenizer, config.split or None, quarantine_path(config.out), max_tokens=longest
-    )
+    aside = quarantine_path(config.out)
+    found = load_prompts(config.prompts, tokenizer, config.split or None, aside, max_tokens=longest)
+    if found.dropped:
+        print(f"{len(found.dropped)} broken prompt rows were set aside: {aside} says why", file=sys.stderr)
     return choose(found.prompts, config.skip, config.limit)[0]

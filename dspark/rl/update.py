@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Updates:
         log-probabilities are not the sampler's."""
         gain, counted = advantages(rollout.rewards, rollout.groups, self.options.kind)
         first, *later = self._chunks(rollout.trajectories)
-        supports = [[self._checked(rollout.trajectories, chunk) for chunk in chunks] for chunks in later]
+        supports = [[self._checked_together(rollout.trajectories, chunk) for chunk in chunks] for chunks in later]
         told = [self._update(rollout.trajectories, gain, counted, first, None)]
         told += [
             self._update(rollout.trajectories, gain, counted, chunks, kept)
@@ -68,6 +69,9 @@ class Updates:
         needed = max(-(-sum(sizes[i] for i in share) // self.token_budget) for share in shares)
         parts = int(self.ranks.largest(float(max(1, needed))))
         return [partition(sizes, share, parts) for share in shares]
+
+    def _checked_together(self, trajectories: Sequence[Trajectory], chunk: Chunk) -> Support | None:
+        return self.ranks.together(lambda: self._checked(trajectories, chunk))
 
     def _checked(self, trajectories: Sequence[Trajectory], chunk: Chunk) -> Support | None:
         chosen = [trajectories[i] for i in chunk]
@@ -95,7 +99,7 @@ class Updates:
             chosen = [trajectories[i] for i in chunk]
             logprobs, raw = self.policy.logprobs(finished(chosen), supports[number] if supports else None)
             if supports is None:
-                refuse_difference(chosen, logprobs, raw)
+                self.ranks.together(partial(refuse_difference, chosen, logprobs, raw))
             theirs = recorded(chosen)
             diff = max(diff, spread(logprobs, theirs[0]), 0.0 if supports else spread(raw, theirs[1]))
             loss, parts = self._loss(chosen, gain[chunk], counted[chunk], logprobs, raw)
@@ -140,6 +144,6 @@ class Updates:
 def _refuse_not_finite(norm: float, loss: float) -> None:
     if not (math.isfinite(norm) and math.isfinite(loss)):
         raise DsparkError(
-            f"rl: expected a finite gradient, but its norm is {norm} and the loss {loss}. Nothing was updated; lower "
-            "optimizer.lr or objective.updates_per_rollout, or look at the rewards, and go on from last.ckpt."
+            f"rl: expected a finite gradient, but its norm is {norm} and the loss {loss}. Nothing was updated. Are the "
+            "rewards of ordinary size? Else begin a new run with a lower optimizer.lr or fewer updates_per_rollout."
         )

@@ -142,6 +142,8 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     """Raises DsparkError when there is none, it is damaged, of another version, or names files outside the folder."""
     folder = Path(folder)
     path = folder / MANIFEST_NAME
+    if (folder / "run.json").exists() and not path.exists():
+        raise DsparkError(f"{folder}: expected one rollout, but this holds those of an RL run. Give {folder}/000000.")
     manifest = read_json(path, "rollout manifest")
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DsparkError(f'{path}: expected a manifest with format "{FORMAT}", but this is none.')

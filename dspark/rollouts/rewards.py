@@ -11,11 +11,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -110,19 +111,21 @@ class Scorer:
     """Calls the reward function and survives it.
 
     failures: this process's, by kind: an exception's name, "returned str", "not finite". errors: the first `keep` of
-    them in words.
+    them in words. folder: the working directory, which a function that runs code may leave: paths in a recipe are
+    relative to it.
     """
 
     function: RewardFunction | None
     failures: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
     keep: int = 5
+    folder: str = field(default_factory=os.getcwd)
 
     def __call__(self, sample: RewardInput, where: str) -> float | None:
         if self.function is None:
             return None
         try:
-            with redirect_stdout(sys.stderr):
+            with redirect_stdout(sys.stderr), _same_folder(self.folder):
                 return as_number(self.function(sample))
         except KeyboardInterrupt:
             raise
@@ -135,6 +138,15 @@ class Scorer:
         if len(self.errors) < self.keep:
             said = str(error) if isinstance(error, NoReward) else traceback.format_exception_only(error)[-1].strip()
             self.errors.append(f"{where}: {said[:_LONGEST]}")
+
+
+@contextmanager
+def _same_folder(folder: str) -> Iterator[None]:
+    """Leaves the process where it was, whatever happened inside."""
+    try:
+        yield
+    finally:
+        os.chdir(folder)
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -249,8 +249,11 @@ class Run:
         return bool(self.waiting or self.running)
 
     def round(self) -> list[Sequence]:
-        """One target pass: draft, schedule, verify, commit. Returns the sequences that finished in it."""
+        """One target pass: draft, schedule, verify, commit. Returns the sequences that finished in it; none
+        where there is nothing to do."""
         self._admit()
+        if not self.running:
+            return []
         decoding = [s for s in self.running if not s.prefilling]
         begin = time.perf_counter()
         drafts = self._draft(decoding)

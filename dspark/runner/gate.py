@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_NEW = 0.25  # weight of the last round in the running ratio
+_OLD = 0.75  # what a verdict is worth a round later: a rest makes the next trial count almost alone
 _FIRST, _MOST, _LONGER = 4, 256, 4  # rounds of rest: the first time, at most, and the factor in between
 
 
 @dataclass(slots=True)
 class _State:
-    """ratio: running mean of tokens per second with drafts over that without, None before the first."""
+    """ratio: running mean of tokens per second with drafts over that without. age: rounds since it was learned; it
+    begins as if it were forgotten."""
 
-    ratio: float | None = None
+    ratio: float = 1.0
+    age: int = 1000
     rest: int = 0
     pause: int = _FIRST
 
@@ -33,6 +35,7 @@ class Gate:
     def open(self, requests: int) -> bool:
         """Whether to draft in the next round, which has so many requests. Counts the round."""
         state = self._states.setdefault(requests.bit_length(), _State())
+        state.age += 1
         if state.rest == 0:
             return True
         state.rest -= 1
@@ -41,7 +44,8 @@ class Gate:
     def learn(self, requests: int, ratio: float) -> None:
         """Of a round that drafted: tokens per second expected with its drafts over that of a round without."""
         state = self._states.setdefault(requests.bit_length(), _State())
-        state.ratio = ratio if state.ratio is None else (1 - _NEW) * state.ratio + _NEW * ratio
+        state.ratio = ratio + (state.ratio - ratio) * _OLD ** max(1, state.age)
+        state.age = 0
         if state.ratio >= 1.0:
             state.pause = _FIRST
         else:

@@ -177,8 +177,8 @@ class Scheduler:
         else:
             found = (early_stop if self.policy == "early_stop" else best)(survival, seconds)
         if modelled and informed:
-            plain = len(predictions) / (seconds[0] - self._drafting[modelled])
-            self.gate.learn(len(predictions), tokens_per_second(survival, found, seconds) / plain)
+            alone = _without_model(survival, predictions, seconds - self._drafting[modelled])
+            self.gate.learn(len(predictions), tokens_per_second(survival, found, seconds) / alone)
         return found
 
     def _seconds(self, requests: int, modelled: int, drafts: int, other_rows: int) -> Floats:
@@ -204,6 +204,13 @@ class Scheduler:
         seconds = self._seconds(now, modelled, int(counts[-1]), other_rows)
         rate = _rates(ranked, then, seconds[counts])  # of one now to one then: the same factor for every count
         return fill(survival, int(counts[rate.argmax()]))
+
+
+def _without_model(survival: Floats, predictions: Sequence[MTPPredictInfo], seconds: Floats) -> float:
+    """Tokens per second of the best lengths had the draft model not been asked: with what was looked up alone."""
+    modelled = np.fromiter((p.source == "drafter" for p in predictions), bool, len(predictions))
+    others = np.where(modelled[:, None], -1.0, survival)
+    return float(_rates(_ranked(others), len(survival), seconds).max())
 
 
 def _modelled(predictions: Sequence[MTPPredictInfo]) -> int:

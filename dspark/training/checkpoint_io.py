@@ -10,17 +10,41 @@ from __future__ import annotations
 
 import glob
 import io
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from dspark.contracts import DsparkError
 from dspark.files import atomic_write
 
 
+def refuse_damaged(path: str | Path) -> None:
+    """Raises DsparkError where a checkpoint's bytes are not those that were written: torch keeps a CRC-32 of each part
+    and does not look at it when it reads. A file that is no archive at all is left to who reads it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (OSError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError) as error:
+        damaged = str(error) if zipfile.is_zipfile(path) else None
+    if damaged is not None:
+        raise DsparkError(
+            f"{path}: expected the bytes that were written, but {damaged} differs: the checkpoint is damaged. Take "
+            "another copy, or make it again."
+        )
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's reading, our writing. Give it to a Trainer as a plugin; the command line does."""
+    """Lightning's reading, behind a check of every byte, and our writing. Give it to a Trainer as a plugin; the command
+    line does."""
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raises DsparkError for a file that is damaged."""
+        refuse_damaged(path)
+        return super().load_checkpoint(path, *args, **kwargs)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Raises DsparkError when the place cannot be written or the disk is full; the older file is as it was."""

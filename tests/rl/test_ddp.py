@@ -72,3 +72,24 @@ def test_two_ranks_are_one_run_with_twice_the_prompts(tiny_rl: Any, tmp_path: Pa
         ours = saved[number]["exp_avg"]
         assert float((ours - state["exp_avg"]).norm()) <= 1e-5 * float(ours.norm()), number  # in another order
         assert float(ours.norm()) > 0
+
+
+def fails_on_one_rank(sample: Any) -> float:
+    """On the second process, whose environment Lightning numbers."""
+    if os.environ.get("LOCAL_RANK") == "1":
+        raise ConnectionError("no judge")
+    return float(len(sample.response_ids) % 2)
+
+
+def test_an_error_on_one_rank_ends_both(tiny_rl: Any, tmp_path: Path) -> None:
+    """And the other one says so, instead of waiting for what will not come."""
+    arguments = {"root": str(tmp_path), "steps": 4, "strategy": "ddp", "devices": 2}
+    arguments["rollout"] = {"reward": f"{__file__}:fails_on_one_rank"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, tiny_rl.__file__, json.dumps(arguments)], check=False, capture_output=True, text=True,
+        env=environment, timeout=120,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "another one stopped" in done.stderr
+    assert "ConnectionError: no judge" in done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def never(sample: RewardInput) -> float:
     raise ValueError("no verdict")
+
+
+def away(sample: Any) -> float:
+    if os.environ["AWAY"] == "yes":
+        raise ConnectionError("away")
+    return float(len(sample.response_ids) % 2)
+
+
+def wanders(sample: Any) -> float:
+    os.chdir(os.environ["ELSEWHERE"])
+    return float(len(sample.response_ids) % 2)
 
 
 def sometimes(sample: RewardInput) -> float:
@@ -110,7 +123,89 @@ def test_other_verbs(tiny_rl: Any, tmp_path: Path, verb: str) -> None:
 def test_a_reward_that_fails_always_stops_the_run_and_keeps_the_samples(tiny_rl: Any, tmp_path: Path) -> None:
     with pytest.raises(DsparkError, match=r"the function failed on 12 of 12 samples \(.*ValueError: no verdict"):
         tiny_rl.run(tmp_path, 2, rollout={"reward": f"{__file__}:never"})
-    assert len(tiny_rl.shard_hashes(tmp_path)) == 1
+    assert tiny_rl.shard_hashes(tmp_path) == {}
+    assert len(list((tmp_path / "rollouts" / "failed-000000").glob("trajectories-*.parquet"))) == 1
+
+
+def test_a_reward_that_was_away_for_a_while_costs_nothing(
+    tiny_rl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it needs comes back, and the same command goes on: the run is the one it would have been."""
+    given = {"rollout": {"reward": f"{__file__}:away"}}
+    monkeypatch.setenv("AWAY", "no")
+    whole = tiny_rl.run(tmp_path / "whole", 4, **given)
+    tiny_rl.run(tmp_path / "cut", 2, **given)
+    for _ in range(2):
+        monkeypatch.setenv("AWAY", "yes")
+        with pytest.raises(DsparkError, match=r"ConnectionError: away.*give the same command again"):
+            tiny_rl.run(tmp_path / "cut", 4, ckpt=str(tmp_path / "cut" / "last.ckpt"), **given)
+    assert sorted(p.name for p in (tmp_path / "cut" / "rollouts").glob("failed*")) == [
+        "failed-000002",
+        "failed-000002-1",
+    ]
+    monkeypatch.setenv("AWAY", "no")
+    rest = tiny_rl.run(tmp_path / "cut", 4, ckpt=str(tmp_path / "cut" / "last.ckpt"), **given)
+    assert tiny_rl.shard_hashes(tmp_path / "cut") == tiny_rl.shard_hashes(tmp_path / "whole")
+    assert tiny_rl.weights_hash(rest) == tiny_rl.weights_hash(whole)
+
+
+def test_the_share_of_failures_may_be_raised_on_resume(tiny_rl: Any, tmp_path: Path) -> None:
+    given = {"rollout": {"reward": f"{__file__}:sometimes"}}
+    with pytest.raises(DsparkError, match="Or raise max_failed_share"):
+        tiny_rl.run(tmp_path, 2, max_failed_share=0.0, **given)
+    tiny_rl.run(tmp_path, 2, max_failed_share=0.9, **given)
+
+
+def test_a_reward_that_goes_elsewhere_takes_nothing_with_it(
+    tiny_rl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ELSEWHERE", str(tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere").mkdir()
+    tiny_rl.run("run", 2, rollout={"reward": f"{__file__}:wanders"})
+    assert len(tiny_rl.shard_hashes(tmp_path / "run")) == 2
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("part", ["data/0", "data/8"])
+def test_a_flipped_bit_in_a_checkpoint(tiny_rl: Any, tmp_path: Path, part: str) -> None:
+    tiny_rl.run(tmp_path, 2)
+    path = tmp_path / "last.ckpt"
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        (info,) = [one for one in archive.infolist() if one.filename.endswith(f"/{part}")]
+    lengths = (int.from_bytes(data[info.header_offset + at : info.header_offset + at + 2], "little") for at in (26, 28))
+    data[info.header_offset + 30 + sum(lengths) + info.file_size // 2] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(DsparkError, match="the checkpoint is damaged"):
+        tiny_rl.run(tmp_path, 4, ckpt=str(path))
+
+
+def test_a_shorter_run_does_not_replace_a_longer_one(tiny_rl: Any, tmp_path: Path) -> None:
+    first = tiny_rl.run(tmp_path, 4)
+    kept = (tmp_path / "policy" / "model.safetensors").read_bytes()
+    with pytest.raises(DsparkError, match="the history of 4 rollouts, and max_steps is enough for 2"):
+        tiny_rl.run(tmp_path, 2)
+    assert (tmp_path / "policy" / "model.safetensors").read_bytes() == kept
+    again = tiny_rl.run(tmp_path, 4)  # from the start, over the rollouts that are there
+    assert tiny_rl.weights_hash(again) == tiny_rl.weights_hash(first)
+
+
+@pytest.mark.parametrize("flag", [{"fast_dev_run": True}, {"limit_train_batches": 1}, {"overfit_batches": 1}])
+def test_flags_that_cut_a_run_are_refused(tiny_rl: Any, tmp_path: Path, flag: dict[str, Any]) -> None:
+    module = PolicyModule(RolloutConfig(target=str(tiny_rl.TASK / "digits"), reward="a:b", samples_per_prompt=2))
+    module.trainer = Trainer(accelerator="cpu", max_steps=2, logger=False, default_root_dir=tmp_path, **flag)
+    with pytest.raises(DsparkError, match=f"trainer.{next(iter(flag))}: expected it left out"):
+        module.setup("fit")
+
+
+def test_no_room_for_the_policy_is_one_error(tiny_rl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dspark.rl.save.save_file", full)
+    with pytest.raises(DsparkError, match=r"expected room for a checkpoint, but got: .*No space left"):
+        tiny_rl.run(tmp_path, 1)
 
 
 def test_a_reward_that_fails_sometimes_counts_nowhere(tiny_rl: Any, tmp_path: Path) -> None:
@@ -118,7 +213,7 @@ def test_a_reward_that_fails_sometimes_counts_nowhere(tiny_rl: Any, tmp_path: Pa
     for line in module.history.lines:
         assert 0 < line["rollout/rewards_missing"] < 1
         assert line["rollout/reward"] > 0
-    with pytest.raises(DsparkError, match=r"Mend it, or raise max_failed_share"):
+    with pytest.raises(DsparkError, match=r"Or raise max_failed_share"):
         tiny_rl.run(tmp_path / "b", 2, rollout={"reward": f"{__file__}:sometimes"}, max_failed_share=0.0)
 
 

@@ -104,7 +104,7 @@ def weights_hash(module: PolicyModule) -> str:
 
 def shard_hashes(root: str | Path) -> dict[str, str]:
     """sha256 of every trajectory shard of a run, by rollout and name."""
-    files = sorted(Path(root).glob("rollouts/*/trajectories-*.parquet"))
+    files = sorted(Path(root).glob("rollouts/[0-9]*/trajectories-*.parquet"))
     return {f"{f.parent.name}/{f.name}": hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 

@@ -64,3 +64,4 @@ def test_rounds_without_requests_are_nothing() -> None:
     run = Engine(make_target(torch.float32)).open()
     assert not run.busy
     assert run.submit([]) == []
+    assert run.round() == []
