@@ -1,7 +1,9 @@
 """Propose a block for every running request, and keep the draft model's context cache.
 
 Context row base + p holds what the draft model made of the target's features at position p, for every position before
-the anchor. ``commit`` writes them as the target confirms tokens; block keys are never cached.
+the anchor. ``commit`` takes the features as the target confirms tokens; what the draft model makes of them is computed
+when a block, or another request's prompt, next needs it: rounds in which the model rests cost it next to nothing. Block
+keys are never cached.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from dspark.drafter.context import Context
 from dspark.drafter.model import Drafter, Proposal
 from dspark.runner.sequence import Sequence
 from dspark.runner.verify import SamplingRows
+
+_MOST_LATE = 512  # rows that wait for the draft model: 2 MB of features, and 10 ms when they are computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +59,32 @@ class DraftStage:
         self.maps = drafter.confidence_head.maps if drafter.confidence_head else ()
         self.window = config.sliding_window  # context tokens a block may see; 0: all
         self.context = Context.empty(config, capacity, drafter.dtype)
+        self._late: list[tuple[Tensor, Tensor, Tensor]] = []  # features, positions, rows not yet in the context
 
     def commit(self, features: Tensor, positions: Tensor, rows: Tensor) -> None:
-        """features [N, n*H] of confirmed tokens at positions [N] go to context rows [N]."""
-        self.context.write(rows, self.drafter.encode(features, positions))
+        """features [N, n*H] of confirmed tokens at positions [N] go to context rows [N], before a block looks there."""
+        self._late.append((features, positions, rows))
+        if sum(len(rows) for _, _, rows in self._late) >= _MOST_LATE:
+            self._settle()
+
+    def copy(self, source: int, to: int, count: int) -> None:
+        """What is committed of rows source ... source + count - 1, also to rows to ..."""
+        self._settle()
+        self.context.copy(source, to, count)
+
+    def _settle(self) -> None:
+        """In the order of the commits: a row that another request took over has the later one's token."""
+        if not self._late:
+            return
+        features, positions, rows = zip(*self._late, strict=True)
+        made = self.drafter.encode(torch.cat(features), torch.cat(positions))
+        for at, part in zip(rows, made.split([len(r) for r in rows]), strict=True):
+            self.context.write(at, part)
+        self._late.clear()
 
     def propose(self, sequences: list[Sequence], sampling: SamplingRows) -> Drafts:
         """Draft one block per sequence, each token drawn with the request's own law shaping and keyed noise."""
+        self._settle()
         anchors = torch.tensor([s.anchor for s in sequences])
         begin = torch.tensor([s.base for s in sequences])
         laws: list[Tensor] = []

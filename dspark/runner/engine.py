@@ -26,6 +26,7 @@ from dspark.runner import schedule
 from dspark.runner.batch import FlatBatch
 from dspark.runner.draft import Drafts, DraftStage, cut
 from dspark.runner.emit import emit, record
+from dspark.runner.gate import Gate
 from dspark.runner.lookup import Lookup
 from dspark.runner.mixed import MixedStage
 from dspark.runner.options import EngineOptions
@@ -64,6 +65,7 @@ class Engine:
         self.target, self.drafter, self.lookup = target, drafter, lookup
         self.options = options or EngineOptions()
         self.prefixes = PrefixCount()  # of the last generate call
+        self.gate = Gate()  # what drafting was worth so far: the next call need not find out again
         self.taps = tuple(drafter.config.target_layer_ids) if drafter else ()
         block = drafter.config.num_predictions if drafter else 0
         self.verify_tokens = block if self.options.verify_tokens is None else self.options.verify_tokens
@@ -88,9 +90,9 @@ class Engine:
         check_replay(target.config, self.options.truncation, self.options.keep_tokens, self.backtracking, self.taps)
 
     def scheduler(self) -> Scheduler:
-        """A run's policy, fresh."""
+        """A run's policy, fresh but for the gate."""
         options = self.options
-        return Scheduler(options.policy, self.width, options.threshold, options.curve)
+        return Scheduler(options.policy, self.width, options.threshold, options.curve, self.gate)
 
     def generate(self, requests: list[Request], on_finish: OnFinish | None = None) -> list[Completion]:
         """Finish all requests; completions come back in request order, ``on_finish(index, completion)`` as they end."""
@@ -336,7 +338,7 @@ class Run:
             return False
         self.cache.copy(source.donor.base, sequence.base, source.ready, source.donor.ring, sequence.ring)
         if self.drafting:
-            self.drafting.context.copy(source.donor.base, sequence.base, source.ready)
+            self.drafting.copy(source.donor.base, sequence.base, source.ready)
         sequence.cached = source.ready
         self.prefixes.hits += 1
         self.prefixes.reused += source.ready

@@ -27,7 +27,7 @@ class _State:
 
 
 class Gate:
-    """One run's."""
+    """One engine's, over all of its runs."""
 
     def __init__(self) -> None:
         self._states: dict[int, _State] = {}

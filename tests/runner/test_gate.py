@@ -76,3 +76,9 @@ def test_whole_blocks_for_labels_are_always_drafted(target: Target, drafter: Dra
     for completion in Engine(target, drafter, options).generate(make_requests(6)):
         written = len(completion.token_ids) - 1
         assert len(completion.rounds) >= written - sum(r.accepted for r in completion.rounds) - 1
+
+
+def test_the_next_call_need_not_find_out_again(target: Target, drafter: Drafter) -> None:
+    engine = Engine(target, drafter, EngineOptions(max_batch=4, policy="global", curve=DEAR))
+    first, again = (counts(engine.generate(make_requests(9)))[0] for _ in range(2))
+    assert 0 < again < first / 2
