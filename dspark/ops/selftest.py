@@ -30,7 +30,7 @@ ROWS = 32  # of the call they are compared with
 
 def fingerprint() -> dict[str, Any]:
     """What the bits of the ops belong to: CPU, instruction set, compiler, kernel sources, threads, torch build."""
-    wanted = ("avx2", "avx512f", "fma", "asimd")
+    wanted = ("avx2", "avx512f", "avx512_bf16", "fma", "asimd")
     return {
         "device": "cpu",
         "cpu": dspark_kernels.cpu_model(),

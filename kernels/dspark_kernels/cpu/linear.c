@@ -13,8 +13,11 @@
 #define ROW_CHUNK (MR * 64)
 #define KB 64 /* part of the result's definition: changing it changes bits */
 
+/* Bytes of one packed panel. With W_DOT an odd input gets a zero to pair with. */
+static int64_t panel_size(int64_t i, int dtype) { return dtype == F32 ? 4 * NR * i : 2 * NR * (DOT ? i + i % 2 : i); }
+
 EXPORT int64_t dspark_packed_bytes(int64_t o, int64_t i, int dtype) {
-    return (o + NR - 1) / NR * NR * i * (dtype == F32 ? 4 : 2) + 4 * SAMPLES;
+    return (o + NR - 1) / NR * panel_size(i, dtype) + 4 * SAMPLES;
 }
 
 INLINE uint32_t sample(const void *weight, int64_t count, int s, int dtype) {
@@ -38,15 +41,21 @@ static void pack_panel(char *dst, const char *src, int64_t o0, int64_t o, int64_
         }
         return;
     }
+    uint16_t *to = (uint16_t *)dst;
     for (int64_t j = 0; j < NR; j++) {
         const uint16_t *row = (const uint16_t *)src + (o0 + j) * i;
+        if (DOT) {
+            for (int64_t k = 0; k < i + i % 2; k++)
+                to[(k / 2 * NR + j) * 2 + 1 - k % 2] = k < i && o0 + j < o ? row[k] : 0;
+            continue;
+        }
         int64_t at = j < VW ? 2 * j : 2 * (j - VW) + 1;
-        for (int64_t k = 0; k < i; k++) ((uint16_t *)dst)[k * NR + at] = o0 + j < o ? row[k] : 0;
+        for (int64_t k = 0; k < i; k++) to[k * NR + at] = o0 + j < o ? row[k] : 0;
     }
 }
 
 EXPORT void dspark_pack_weight(void *dst, const void *src, int64_t o, int64_t i, int dtype, int threads) {
-    int64_t panels = (o + NR - 1) / NR, bytes = i * NR * (dtype == F32 ? 4 : 2);
+    int64_t panels = (o + NR - 1) / NR, bytes = panel_size(i, dtype);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t p = 0; p < panels; p++) pack_panel((char *)dst + p * bytes, src, p * NR, o, i, dtype);
     for (int s = 0; s < SAMPLES && o * i > 0; s++)
@@ -64,8 +73,18 @@ typedef struct {
     int64_t row0;  /* first row of the chunk */
 } Linear;
 
-/* Rows [row, row+m) to [k][m] fp32. */
+/* Rows [row, row+m) to [k][m] fp32; for W_DOT to [pair of k][m], the first of the two in the high half. */
 static void pack_rows(const Linear *a, int64_t row, int64_t m, float *dst) {
+    if (DOT && a->dtype == BF16) {
+        for (int64_t r = 0; r < m; r++) {
+            const uint16_t *x = (const uint16_t *)a->x + (row + r) * a->i;
+            word *to = (word *)dst + r;
+            int64_t k = 0;
+            for (; k + 2 <= a->i; k += 2) to[k / 2 * m] = (uint32_t)x[k] << 16 | x[k + 1];
+            if (k < a->i) to[k / 2 * m] = (uint32_t)x[k] << 16;
+        }
+        return;
+    }
     if (m == 1 && a->dtype == F32) {
         memcpy(dst, (const float *)a->x + row * a->i, a->i * sizeof(float));
         return;
@@ -96,14 +115,15 @@ static void finish(const Linear *a, int64_t row, int m, int64_t col, int cols, c
 /* One tile over all of k, in blocks of KB: c = the sum of the blocks' chains, in order. It starts at -0, to which adding
  * any number gives that number, so every block is the same code. */
 INLINE void blocked(const int M, const int P, const Linear *a, const float *x, const char *w, float *c) {
-    int64_t wk = a->dtype == F32 ? 4 * NR : 2 * NR;
+    int64_t each = DOT && a->dtype == BF16 ? 2 : 1, count = (a->i + each - 1) / each, block = KB / each;
+    int64_t wk = a->dtype == F32 ? 4 * NR : 2 * NR * each;
     for (int j = 0; j < M * P * NR; j += VW) vstore(c + j, vset1(a->i ? -0.0f : 0.0f));
-    for (int64_t k = 0; k < a->i; k += KB) {
-        int64_t length = a->i - k < KB ? a->i - k : KB;
+    for (int64_t k = 0; k < count; k += block) {
+        int64_t length = count - k < block ? count - k : block;
         if (a->dtype == F32)
             tile(M, P, W_F32, SUM, length, x + k * M, 1, M, w + k * wk, wk, a->panel_bytes, c, P * NR);
         else
-            tile(M, P, W_PAIRED, SUM, length, x + k * M, 1, M, w + k * wk, wk, a->panel_bytes, c, P * NR);
+            tile(M, P, DOT ? W_DOT : W_PAIRED, SUM, length, x + k * M, 1, M, w + k * wk, wk, a->panel_bytes, c, P * NR);
     }
 }
 
@@ -174,8 +194,7 @@ static void run_chunk(const Linear *a, int64_t rows, int threads) {
 EXPORT int dspark_linear(void *out, const void *x, const void *weight, const void *packed, const void *bias, int64_t n,
                          int64_t i, int64_t o, int dtype, int out_dtype, int threads) {
     if (stale(packed, weight, o, i, dtype)) return 8;
-    Linear a = {out, x, packed, bias, n, i, o, (o + NR - 1) / NR, i * NR * (dtype == F32 ? 4 : 2), dtype, out_dtype,
-                NULL, 0};
+    Linear a = {out, x, packed, bias, n, i, o, (o + NR - 1) / NR, panel_size(i, dtype), dtype, out_dtype, NULL, 0};
     a.packed = dspark_scratch(0, (size_t)(min64(n, ROW_CHUNK) * i + 16) * sizeof(float));
     if (!a.packed) return 1;
     if (n * i * o < 65536) threads = 1;

@@ -29,14 +29,15 @@
 #endif
 
 /* How NR consecutive columns of one k lie in memory. PAIRED: 32-bit lane j holds bf16 column j (low half) and
- * column j + VW (high half), so one load, one shift and one mask give two vectors. */
-enum { W_F32 = 0, W_PAIRED = 1, W_BF16 = 2 };
+ * column j + VW (high half), so one load, one shift and one mask give two vectors. DOT: 32-bit lane j holds column j at
+ * k (high half) and at the k after it (low half), x likewise, and what counts as one k here is those two. */
+enum { W_F32 = 0, W_PAIRED = 1, W_BF16 = 2, W_DOT = 3 };
 
 /* What becomes of the C that is there: START overwrites it, CHAIN goes on from it, SUM adds the finished chain to it. */
 enum { START = 0, CHAIN = 1, SUM = 2 };
 
 INLINE void load_columns(const char *w, const int kind, vf *a, vf *b) {
-    if (kind == W_F32) {
+    if (kind == W_F32 || kind == W_DOT) {
         *a = vload((const float *)w);
         *b = vload((const float *)w + VW);
     } else if (kind == W_PAIRED) {
@@ -66,15 +67,15 @@ INLINE void tile(const int M, const int P, const int kind, const int add, int64_
             vf a, b;
             if (P > 1 && kind != W_F32) REREAD(x);
             load_columns(w + p * wpanel, kind, &a, &b);
-            if (kind == W_F32 && M > 3) {
+            if ((kind == W_F32 || kind == W_DOT) && M > 3) {
                 KEEP(a);
                 KEEP(b);
             }
 #pragma GCC unroll 16
             for (int m = 0; m < M; m++) {
                 vf xm = vset1(x[m * xrow]);
-                acc[m][p][0] = vfma(xm, a, acc[m][p][0]);
-                acc[m][p][1] = vfma(xm, b, acc[m][p][1]);
+                acc[m][p][0] = kind == W_DOT ? vdot(a, xm, acc[m][p][0]) : vfma(xm, a, acc[m][p][0]);
+                acc[m][p][1] = kind == W_DOT ? vdot(b, xm, acc[m][p][1]) : vfma(xm, b, acc[m][p][1]);
             }
         }
         x += xk;

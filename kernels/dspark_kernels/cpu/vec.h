@@ -31,6 +31,7 @@ typedef float vfu __attribute__((vector_size(4 * VW), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * VW), may_alias));
 typedef uint32_t vu __attribute__((vector_size(4 * VW), may_alias));
 typedef uint32_t vuu __attribute__((vector_size(4 * VW), aligned(2), may_alias));
+typedef uint32_t word __attribute__((may_alias)); /* what a float may hold when it is two bf16 numbers */
 typedef uint16_t vh __attribute__((vector_size(2 * VW), may_alias));
 typedef uint16_t vhu __attribute__((vector_size(2 * VW), aligned(2), may_alias));
 
@@ -66,6 +67,19 @@ INLINE vf vfma(vf a, vf b, vf c) {
     return r;
 #endif
 }
+
+/* Each 32-bit lane of x and w holds two bf16 numbers: acc + (product of the high halves), and then that + (product of
+ * the low ones), each sum rounded as fp32. The same bits as two vfma(), but that numbers below 2^-126 count as zero. */
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#define DOT 1
+INLINE vf vdot(vf w, vf x, vf acc) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x); }
+#else
+#define DOT 0
+INLINE vf vdot(vf w, vf x, vf acc) {
+    vf high = vfma((vf)((vu)w & 0xffff0000u), (vf)((vu)x & 0xffff0000u), acc);
+    return vfma((vf)((vu)w << 16), (vf)((vu)x << 16), high);
+}
+#endif
 
 INLINE vf vsel(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
