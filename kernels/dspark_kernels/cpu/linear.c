@@ -153,11 +153,19 @@ static void run_tile(const Linear *a, const float *x, int64_t row, int64_t m, in
 
 static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static void run_task(const Linear *a, int64_t rows, int64_t t0, int64_t t1, int64_t p0, int64_t p1) {
+/* Tiles of even height: a low one at the end reads as much of the weights as a full one. */
+static int64_t tile_start(int64_t rows, int64_t tiles, int64_t t) { return rows * t / tiles; }
+
+static void run_task(const Linear *a, int64_t rows, int64_t tiles, int64_t t0, int64_t t1, int64_t p0, int64_t p1) {
     for (int64_t t = t0; t < t1; t++) {
-        int64_t m = min64(MR, rows - t * MR);
-        run_tile(a, a->packed + t * MR * a->i, a->row0 + t * MR, m, p0, p1);
+        int64_t r = tile_start(rows, tiles, t), m = tile_start(rows, tiles, t + 1) - r;
+        run_tile(a, a->packed + r * a->i, a->row0 + r, m, p0, p1);
     }
+}
+
+static void pack_tile(const Linear *a, int64_t rows, int64_t tiles, int64_t t) {
+    int64_t r = tile_start(rows, tiles, t);
+    pack_rows(a, a->row0 + r, tile_start(rows, tiles, t + 1) - r, a->packed + r * a->i);
 }
 
 /* One chunk of rows: pack its tiles, then walk (panel group) x (run of tiles). Called inside or outside a team. */
@@ -171,21 +179,19 @@ static void run_chunk(const Linear *a, int64_t rows, int threads) {
     while (groups * split < 2 * threads && split * 2 <= tiles) split *= 2;
     int64_t run = (tiles + split - 1) / split;
     if (threads == 1) {
-        for (int64_t t = 0; t < tiles; t++)
-            pack_rows(a, a->row0 + t * MR, min64(MR, rows - t * MR), a->packed + t * MR * a->i);
+        for (int64_t t = 0; t < tiles; t++) pack_tile(a, rows, tiles, t);
         for (int64_t g = 0; g < groups; g++)
-            run_task(a, rows, 0, tiles, g * group, min64(a->panels, (g + 1) * group));
+            run_task(a, rows, tiles, 0, tiles, g * group, min64(a->panels, (g + 1) * group));
         return;
     }
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
-        for (int64_t t = 0; t < tiles; t++)
-            pack_rows(a, a->row0 + t * MR, min64(MR, rows - t * MR), a->packed + t * MR * a->i);
+        for (int64_t t = 0; t < tiles; t++) pack_tile(a, rows, tiles, t);
 #pragma omp for schedule(dynamic) nowait
         for (int64_t task = 0; task < groups * split; task++) {
             int64_t g = task / split, s = task % split;
-            run_task(a, rows, s * run, min64(tiles, (s + 1) * run), g * group, min64(a->panels, (g + 1) * group));
+            run_task(a, rows, tiles, s * run, min64(tiles, (s + 1) * run), g * group, min64(a->panels, (g + 1) * group));
         }
     }
 }

@@ -10,7 +10,7 @@
 
 #if VW == 16
 #define MR 12
-#define PANELS(m) ((m) <= 3 ? 4 : (m) <= 6 ? 2 : 1)
+#define PANELS(m) ((m) <= 3 ? 4 : 1)
 #else
 #define MR 6
 #define PANELS(m) ((m) == 1 ? 4 : (m) <= 3 ? 2 : 1)
