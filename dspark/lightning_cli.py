@@ -181,7 +181,7 @@ class RecipeCLI(LightningCLI):
         path = self.config[self.verb].get("ckpt_path")
         if not path or path in CKPT_WORDS:
             return
-        checkpoint = load_checkpoint(path)
+        checkpoint = load_checkpoint(path, self.verb)
         self._check_checkpoint(path, checkpoint)
         if self.verb == "fit":
             self._go_on_in_the_same_folder(path, int(checkpoint.get("global_step", 0)))
@@ -234,7 +234,7 @@ class RecipeCLI(LightningCLI):
         path = self.config[self.verb].get("ckpt_path")
         if not path or path in CKPT_WORDS:
             return
-        saved = load_checkpoint(path).get("state_dict", {})
+        saved = load_checkpoint(path, self.verb).get("state_dict", {})
         for name, tensor in self.model.state_dict().items():
             if name in saved and saved[name].shape != tensor.shape:
                 raise DsparkError(
@@ -314,12 +314,18 @@ def records_of(batches: Iterable[dict[str, Any] | None]) -> Iterator[dict[str, A
             yield dict(zip(columns, values, strict=True))
 
 
-def load_checkpoint(path: str) -> dict[str, Any]:
-    """A checkpoint of plain tensors and values. Raises DsparkError when there is none, or it holds more than that."""
+def load_checkpoint(path: str, verb: str) -> dict[str, Any]:
+    """A checkpoint of plain tensors and values, for `lightning VERB`. Raises DsparkError when there is none, or it holds
+    more than that."""
     if not Path(path).is_file():
+        advice = "train first: lightning fit RECIPE.yaml."
+        if verb == "fit":
+            advice = (
+                "leave it out: lightning fit RECIPE.yaml starts from the beginning (a run of RL from the rollouts "
+                "that are there)."
+            )
         raise DsparkError(
-            f"{path}: expected a checkpoint (--ckpt_path), but there is no such file. Give another, or leave it out: "
-            "lightning fit RECIPE.yaml starts from the beginning (a run of RL from the rollouts that are there)."
+            f"{path}: expected a checkpoint (--ckpt_path), but there is no such file. Give another, or {advice}"
         )
     refuse_damaged(path)
     try:

@@ -49,13 +49,13 @@ LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 # Package -> the only places (rooms, or files relative to the root) that may import it.
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "dspark_kernels": ("ops", "dspark_kernels"),
-    "transformers": ("dspark/target/load.py", "dspark/corpus/dialogue.py"),
+    "transformers": ("dspark/target/load.py", "dspark/corpus/dialogue.py", "dspark/bench/peers.py"),
     "gguf": ("target",),
-    "lightning": ("training", "rl", "lightning_cli"),
+    "lightning": ("training", "rl", "dspark/bench/rl_ways.py", "lightning_cli"),
     "pytorch_lightning": (),
     "jsonargparse": ("lightning_cli",),
     "ray": ("dspark/rollouts/workers.py",),
-    "vllm": ("dspark/rollouts/vllm_engine.py",),
+    "vllm": ("dspark/rollouts/vllm_engine.py", "dspark/bench/vllm_peer.py"),
     "torchmetrics": ("training", "calibration"),
     "triton": ("dspark_kernels",),
     "datasets": ("corpus",),
