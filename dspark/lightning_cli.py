@@ -315,8 +315,8 @@ def records_of(batches: Iterable[dict[str, Any] | None]) -> Iterator[dict[str, A
 
 
 def load_checkpoint(path: str, verb: str) -> dict[str, Any]:
-    """A checkpoint of plain tensors and values, for `lightning VERB`. Raises DsparkError when there is none, or it holds
-    more than that."""
+    """A checkpoint of plain tensors and values, for `lightning VERB`. Raises DsparkError when there is none, or it
+    holds more than that."""
     if not Path(path).is_file():
         advice = "train first: lightning fit RECIPE.yaml."
         if verb == "fit":

@@ -287,7 +287,7 @@ class Drafter(nn.Module):
         assert 1 <= gamma <= self.config.num_predictions, f"propose: gamma {gamma}"
         block = self._block(anchor_ids, anchor_positions, context, begin, end, gamma)
         previous, state = anchor_ids, None
-        states, tokens, laws = [], [], []
+        states, tokens, drawn = [], [], []
         for slot in range(gamma):
             hidden, logits = block.step(slot, previous)
             bias, state, _ = self.slot_bias(state, hidden, previous)
@@ -295,9 +295,9 @@ class Drafter(nn.Module):
             previous = choose(slot, logits)
             states.append(hidden)
             tokens.append(previous)
-            laws.append(self.law(logits, previous))
-        token_ids, read = torch.stack(tokens, dim=1), [law for law in laws if law is not None]
-        law = torch.stack(read, dim=1) if read else None
+            drawn.append(logits)
+        token_ids = torch.stack(tokens, dim=1)
+        law = self.law(torch.stack(drawn, dim=1), token_ids) if self.config.confidence_with_law else None
         return Proposal(token_ids, self.draft_confidence(torch.stack(states, dim=1), anchor_ids, token_ids, law))
 
     def to_columns(self, ids: Tensor) -> Tensor:

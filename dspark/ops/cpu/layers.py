@@ -1,7 +1,7 @@
 """Call of cpu/layers.c: all layers of a pass over a slotted cache at once, with the bits of the operations one by one.
 
-What is constant is checked when a Stack is made. Addresses are read at every pass: weights in training are packed anew,
-and may move.
+What is constant is checked when a Stack is made. Every pass looks whether a weight has changed or moved: those in
+training do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.ops.cpu.linear import forget, packed
+from dspark.ops.cpu.linear import Packed, current, forget, packed
 from dspark.ops.cpu.native import STALE, check, dtype_code, lib, raise_status, refuse, threads
 
 Pair = tuple[Tensor, Tensor]
@@ -35,6 +35,9 @@ class Stack:
                   "post_norm": (h,), "q_norm": (d,), "k_norm": (d,), "qkv_bias": ((hq + 2 * hkv) * d,),
                   "output_bias": (h,), "gate_up_bias": (2 * inner,), "down_bias": (h,)}  # fmt: skip
         self.dtype = layers[0].qkv.dtype
+        self._matrices = [weight for layer in layers for weight in _matrices(layer)]
+        self._others = [t for layer in layers for t in _vectors(layer)] + list(following)
+        self._kept: tuple[list[int], Tensor, list[Packed]] | None = None
         for layer, norm in zip(layers, following, strict=True):
             self._check("next_norm", norm, (h,))
             for name, shape in shapes.items():
@@ -91,30 +94,49 @@ class Stack:
 
     def _table(
         self, cache: Sequence[Pair], begins: Sequence[Tensor], tapped: dict[int, Tensor]
-    ) -> tuple[Tensor, list[object]]:
+    ) -> tuple[Tensor, Sequence[object]]:
         """[L, words] int64 as layers.c reads it, and what must outlive the call."""
-        held: list[object] = []
-        words = []
-        for i, (s, norm, (keys, values), begin) in enumerate(
-            zip(self.layers, self.following, cache, begins, strict=True)
-        ):
-            line: list[int] = []
-            for weight, bias in ((s.qkv, s.qkv_bias), (s.output, s.output_bias), (s.gate_up, s.gate_up_bias),
-                                 (s.down, s.down_bias)):  # fmt: skip
-                entry = packed(weight)
-                held.append(entry)
-                line += (weight.data_ptr(), entry.address, _at(bias))
-            line += (_at(s.q_norm), _at(s.k_norm), s.post_norm.data_ptr(), norm.data_ptr(), keys.data_ptr(),
-                     values.data_ptr(), begin.data_ptr(), _at(tapped.get(i)))  # fmt: skip
-            words.append(line)
-        table = torch.tensor(words)
+        table, entries = self._weights()
+        moving = [
+            (keys.data_ptr(), values.data_ptr(), begin.data_ptr(), _at(tapped.get(i)))
+            for i, ((keys, values), begin) in enumerate(zip(cache, begins, strict=True))
+        ]
+        table = torch.cat([table, torch.tensor(moving)], dim=1)
         assert table.shape[1] == _words_in_c(), "layers.c and layers.py lay a layer out alike"
-        return table, held
+        return table, entries
+
+    def _weights(self) -> tuple[Tensor, list[Packed]]:
+        """The words of what a layer is made of, and the packed weights among it. To look through all of them afresh
+        takes a twentieth of a pass with one row, so they are kept until one is packed anew, or moves."""
+        addresses = [t.data_ptr() for t in self._others]
+        if self._kept is None or self._kept[0] != addresses or not current(self._matrices, self._kept[2]):
+            entries = [packed(weight) for weight in self._matrices]
+            words = [self._words(layer, norm, entries[4 * i : 4 * i + 4])
+                     for i, (layer, norm) in enumerate(zip(self.layers, self.following, strict=True))]  # fmt: skip
+            self._kept = addresses, torch.tensor(words), entries
+        return self._kept[1:]
+
+    @staticmethod
+    def _words(layer: Any, norm: Tensor, entries: Sequence[Packed]) -> list[int]:
+        words: list[int] = []
+        biases = (layer.qkv_bias, layer.output_bias, layer.gate_up_bias, layer.down_bias)
+        for weight, entry, bias in zip(_matrices(layer), entries, biases, strict=True):
+            words += (weight.data_ptr(), entry.address, _at(bias))
+        return [*words, _at(layer.q_norm), _at(layer.k_norm), layer.post_norm.data_ptr(), norm.data_ptr()]
 
     def _forget(self) -> None:
-        for s in self.layers:
-            for weight in (s.qkv, s.output, s.gate_up, s.down):
-                forget(weight)
+        for weight in self._matrices:
+            forget(weight)
+
+
+def _matrices(layer: Any) -> tuple[Tensor, ...]:
+    return layer.qkv, layer.output, layer.gate_up, layer.down
+
+
+def _vectors(layer: Any) -> list[Tensor]:
+    found = (layer.post_norm, layer.q_norm, layer.k_norm, layer.qkv_bias, layer.output_bias, layer.gate_up_bias,
+             layer.down_bias)  # fmt: skip
+    return [t for t in found if t is not None]
 
 
 @functools.cache

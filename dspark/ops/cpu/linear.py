@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from dspark.ops.cpu.native import DTYPE_CODE, STALE, check, dtype_code, lib, rai
 
 
 @dataclass(slots=True)
-class _Packed:
+class Packed:
     owner: weakref.ref[Tensor]
     version: int
     pointer: int
@@ -30,7 +31,7 @@ class _Packed:
     address: int
 
 
-_packed: dict[int, _Packed] = {}
+_packed: dict[int, Packed] = {}
 _packing = threading.Lock()
 
 
@@ -67,7 +68,7 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(stepped)
 
 
-def _pack(weight: Tensor) -> _Packed:
+def _pack(weight: Tensor) -> Packed:
     code = dtype_code("linear", weight)
     if weight.requires_grad:
         _watch_optimizers()
@@ -80,24 +81,29 @@ def _pack(weight: Tensor) -> _Packed:
     lib().dspark_pack_weight(address, weight.data_ptr(), o, i, code, threads())
     key = id(weight)
     owner = weakref.ref(weight, lambda _: _packed.pop(key, None))
-    entry = _Packed(owner, _version(weight), weight.data_ptr(), data, address)
+    entry = Packed(owner, _version(weight), weight.data_ptr(), data, address)
     _packed[key] = entry
     return entry
 
 
-def packed(weight: Tensor) -> _Packed:
+def packed(weight: Tensor) -> Packed:
     """The weight's packed copy, made when needed. Hold on to it while its address is in use: another thread may drop
     it from the table."""
     entry = _packed.get(id(weight))
-    if (
-        entry is None
-        or entry.owner() is not weight
-        or entry.pointer != weight.data_ptr()
-        or entry.version != _version(weight)
-    ):
+    if entry is None or entry.owner() is not weight or not _unchanged(weight, entry):
         with _packing:
             entry = _pack(weight)
     return entry
+
+
+def _unchanged(weight: Tensor, entry: Packed) -> bool:
+    return entry.pointer == weight.data_ptr() and entry.version == _version(weight)
+
+
+def current(weights: Sequence[Tensor], entries: Sequence[Packed]) -> bool:
+    """Whether `packed` would give the same entries again, of weights that somebody holds."""
+    pairs = zip(weights, entries, strict=True)
+    return all(_packed.get(id(weight)) is entry and _unchanged(weight, entry) for weight, entry in pairs)
 
 
 def forget(weight: Tensor) -> None:
