@@ -32,12 +32,6 @@ class Context:
         if self.features is not None and fresh.features is not None:
             self.features[rows] = fresh.features
 
-    def split(self, counts: list[int]) -> list[Context]:
-        """Views of the first counts[0] rows, of the next counts[1], and so on."""
-        layers = zip(*([*zip(k.split(counts), v.split(counts), strict=True)] for k, v in self.layers), strict=True)
-        features = [None] * len(counts) if self.features is None else self.features.split(counts)
-        return [Context(list(pairs), rows) for pairs, rows in zip(layers, features, strict=True)]
-
     def copy(self, source: int, to: int, count: int) -> None:
         """Rows source ... source + count - 1, also at rows to ...; the two do not overlap."""
         rows = [tensor for layer in self.layers for tensor in layer]

@@ -2,12 +2,13 @@
 
 Context row base + p holds what the draft model made of the target's features at position p, for every position before
 the anchor. ``commit`` takes the features as the target confirms tokens; what the draft model makes of them is computed
-when a block, or another request's prompt, next needs it: rounds in which the model rests cost it next to nothing. Block
-keys are never cached.
+when a block of the same request, or another prompt, next needs it: where the model rests that is never. Block keys are
+not cached.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +21,7 @@ from dspark.drafter.model import Drafter, Proposal
 from dspark.runner.sequence import Sequence
 from dspark.runner.verify import SamplingRows
 
-_MOST_LATE = 512  # rows that wait for the draft model: 2 MB of features, and 10 ms when they are computed
+_MOST_LATE = 4096  # rows of features that wait for the draft model to look at them: some 20 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,32 +60,42 @@ class DraftStage:
         self.maps = drafter.confidence_head.maps if drafter.confidence_head else ()
         self.window = config.sliding_window  # context tokens a block may see; 0: all
         self.context = Context.empty(config, capacity, drafter.dtype)
-        self._late: list[tuple[Tensor, Tensor, Tensor]] = []  # features, positions, rows not yet in the context
+        self._late: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of the sequence at a row: features, positions
+        self._late_rows = 0
 
     def commit(self, features: Tensor, positions: Tensor, rows: Tensor) -> None:
-        """features [N, n*H] of confirmed tokens at positions [N] go to context rows [N], before a block looks there."""
-        self._late.append((features, positions, rows))
-        if sum(len(rows) for _, _, rows in self._late) >= _MOST_LATE:
-            self._settle()
+        """features [N, n*H] of confirmed tokens at positions [N], sequence by sequence, go to context rows [N]: before
+        a block looks there."""
+        bases, counts = torch.unique_consecutive(rows - positions, return_counts=True)
+        sizes = counts.tolist()
+        for base, *part in zip(bases.tolist(), features.split(sizes), positions.split(sizes), strict=True):
+            self._late.setdefault(base, []).append((part[0], part[1]))
+        self._late_rows += len(rows)
+        while self._late_rows > _MOST_LATE:
+            self._settle([next(iter(self._late))])
 
     def copy(self, source: int, to: int, count: int) -> None:
-        """What is committed of rows source ... source + count - 1, also to rows to ..."""
-        self._settle()
+        """What is committed of the first `count` rows of the sequence at row source, also to the one at row to."""
+        self._settle([source])
         self.context.copy(source, to, count)
 
-    def _settle(self) -> None:
-        """In the order of the commits: a row that another request took over has the later one's token."""
-        if not self._late:
+    def forget(self, base: int) -> None:
+        """The sequence at this row is gone: nobody will ask for what is not in the context yet."""
+        self._late_rows -= sum(len(positions) for _, positions in self._late.pop(base, ()))
+
+    def _settle(self, bases: Iterable[int]) -> None:
+        """Everything committed of these sequences is in the context."""
+        late = [(base, *part) for base in bases for part in self._late.pop(base, ())]
+        if not late:
             return
-        features, positions, rows = zip(*self._late, strict=True)
-        made = self.drafter.encode(torch.cat(features), torch.cat(positions))
-        for at, part in zip(rows, made.split([len(r) for r in rows]), strict=True):
-            self.context.write(at, part)
-        self._late.clear()
+        positions = torch.cat([positions for _, _, positions in late])
+        rows = torch.cat([base + positions for base, _, positions in late])
+        self.context.write(rows, self.drafter.encode(torch.cat([features for _, features, _ in late]), positions))
+        self._late_rows -= len(rows)
 
     def propose(self, sequences: list[Sequence], sampling: SamplingRows) -> Drafts:
         """Draft one block per sequence, each token drawn with the request's own law shaping and keyed noise."""
-        self._settle()
+        self._settle(s.base for s in sequences)
         anchors = torch.tensor([s.anchor for s in sequences])
         begin = torch.tensor([s.base for s in sequences])
         laws: list[Tensor] = []

@@ -294,6 +294,8 @@ class Run:
                 return base
             oldest = self.kept.pop(0)
             self.arena.free(oldest.base)
+            if self.drafting:
+                self.drafting.forget(oldest.base)
             if self.cache.entries:
                 self.rings.append(oldest.ring)
 

@@ -26,6 +26,9 @@ class Scripted:
     def commit(self, *_: torch.Tensor) -> None:
         pass
 
+    def forget(self, base: int) -> None:
+        pass
+
     def propose(self, sequences: list[Sequence], _: object) -> Drafts:
         found = []
         for s in sequences:
