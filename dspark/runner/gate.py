@@ -1,28 +1,35 @@
 """Whether the draft model is asked at all in a round, by what its last blocks were worth.
 
 A schedule can cut a block to nothing, but by then the block has been drafted, and at large batches drafting alone costs
-a quarter of a pass. So where a round with drafts, drafting included, was expected to yield fewer tokens per second than
-one without, the model rests for some rounds, and longer every time that this is found again. Rounds with about as many
-requests (up to a power of two) share a verdict. Confidences of earlier rounds alone decide, so under the rejection
+a quarter of a pass. So the confidences of the last blocks are kept, and where rounds of as many requests with such
+blocks, drafting included, would yield fewer tokens per second than rounds without, the model rests. Now and then it is
+asked whatever they say, for texts and weights change, and more seldom every time that nothing comes of it: rounds with
+about as many requests (up to a power of two) share the count. Earlier rounds alone decide, so under the rejection
 verifier the law of the output does not change.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
-_OLD = 0.75  # what a verdict is worth a round later: a rest makes the next trial count almost alone
+import numpy as np
+from numpy.typing import NDArray
+
+Blocks = NDArray[np.float64]  # [n, K]: the probability that the first k + 1 drafts are all accepted; -1: no such draft
+Worth = Callable[[int, Blocks, NDArray[np.bool_]], float]  # of so many requests: tokens per second with over without
+
+_KEPT = 128  # blocks
+_FEW = 8  # blocks that are seen before anything is concluded
 _FIRST, _MOST, _LONGER = 4, 256, 4  # rounds of rest: the first time, at most, and the factor in between
 
 
 @dataclass(slots=True)
-class _State:
-    """ratio: running mean of tokens per second with drafts over that without. age: rounds since it was learned; it
-    begins as if it were forgotten."""
+class _Rest:
+    """left: rounds of the rest that is on. pause: rounds of the next one."""
 
-    ratio: float = 1.0
-    age: int = 1000
-    rest: int = 0
+    left: int = 0
     pause: int = _FIRST
 
 
@@ -30,23 +37,45 @@ class Gate:
     """One engine's, over all of its runs."""
 
     def __init__(self) -> None:
-        self._states: dict[int, _State] = {}
+        self._blocks: deque[tuple[Blocks, bool]] = deque(maxlen=_KEPT)
+        self._unseen = _FEW  # blocks to be seen before the next verdict
+        self._rests: dict[int, _Rest] = {}
+        self._verdicts: dict[int, float] = {}  # by requests, of what was seen until a few blocks ago
+        self._since = 0
 
-    def open(self, requests: int) -> bool:
+    def open(self, requests: int, worth: Worth) -> bool:
         """Whether to draft in the next round, which has so many requests. Counts the round."""
-        state = self._states.setdefault(requests.bit_length(), _State())
-        state.age += 1
-        if state.rest == 0:
+        if self._unseen > 0:
             return True
-        state.rest -= 1
+        rest = self._rests.setdefault(requests.bit_length(), _Rest())
+        if self._verdict(requests, worth) >= 1.0:
+            rest.left, rest.pause = 0, _FIRST
+            return True
+        rest.left = (rest.left or rest.pause) - 1
+        if rest.left == 0:
+            rest.pause = min(_MOST, _LONGER * rest.pause)
+            self._try_again()
         return False
 
-    def learn(self, requests: int, ratio: float) -> None:
-        """Of a round that drafted: tokens per second expected with its drafts over that of a round without."""
-        state = self._states.setdefault(requests.bit_length(), _State())
-        state.ratio = ratio + (state.ratio - ratio) * _OLD ** max(1, state.age)
-        state.age = 0
-        if state.ratio >= 1.0:
-            state.pause = _FIRST
-        else:
-            state.rest, state.pause = state.pause, min(_MOST, _LONGER * state.pause)
+    def learn(self, blocks: Blocks, modelled: NDArray[np.bool_]) -> None:
+        """Of a round that drafted. modelled [n]: whose block is the draft model's, and not looked up."""
+        self._blocks.extend(zip(blocks, modelled.tolist(), strict=True))
+        self._unseen -= len(blocks)
+        self._since += len(blocks)
+        if self._since >= _FEW:
+            self._since = 0
+            self._verdicts.clear()
+
+    def _try_again(self) -> None:
+        """What was seen before the rest counts half."""
+        self._unseen = _FEW
+        for _ in range(len(self._blocks) // 2):
+            self._blocks.popleft()
+
+    def _verdict(self, requests: int, worth: Worth) -> float:
+        if requests not in self._verdicts:
+            blocks = np.full((len(self._blocks), max(len(row) for row, _ in self._blocks)), -1.0)
+            for to, (row, _) in zip(blocks, self._blocks, strict=True):
+                to[: len(row)] = row
+            self._verdicts[requests] = worth(requests, blocks, np.array([model for _, model in self._blocks]))
+        return self._verdicts[requests]

@@ -92,12 +92,6 @@ def fill(survival: Floats, budget: int) -> list[int]:
     return _lengths(survival, ranked, min(budget, len(ranked)))
 
 
-def tokens_per_second(survival: Floats, lengths: Sequence[int], seconds: Floats) -> float:
-    """What the model behind all of this expects of some lengths."""
-    chosen = survival[np.arange(survival.shape[1]) < np.asarray(lengths)[:, None]]
-    return float((len(survival) + chosen.sum()) / seconds[len(chosen)])
-
-
 def _ranked(survival: Floats) -> Floats:
     """Of the drafts there are, descending."""
     flat = np.sort(survival, axis=None)[::-1]
@@ -161,7 +155,7 @@ class Scheduler:
     def drafts(self, requests: int) -> bool:
         """Whether the draft model is asked in the next round: policies that weigh against a curve leave it out where it
         does not pay."""
-        return self.policy not in NEEDS_CURVE or self.told is not None or self.gate.open(requests)
+        return self.policy not in NEEDS_CURVE or self.told is not None or self.gate.open(requests, self._worth)
 
     def lengths(self, predictions: Sequence[MTPPredictInfo], other_rows: int = 0) -> list[int]:
         """Verification length per request. other_rows: prompt tokens that are in the same pass."""
@@ -170,16 +164,26 @@ class Scheduler:
         survival = survivals(predictions, self.verify_tokens)
         if self.policy == "threshold":
             return threshold(survival, self.least)
-        modelled, informed = _modelled(predictions), self.policy != "lagged_global" or len(self._past) == _LAG
-        seconds = self._seconds(len(predictions), modelled, survival.size, other_rows)
+        by_model = np.fromiter((p.source == "drafter" for p in predictions), bool, len(predictions))
+        modelled = int(by_model.sum())
+        if modelled:
+            self.gate.learn(survival, by_model)
         if self.policy == "lagged_global":
-            found = self._lagged(survival, modelled, other_rows)
-        else:
-            found = (early_stop if self.policy == "early_stop" else best)(survival, seconds)
-        if modelled and informed:
-            alone = _without_model(survival, predictions, seconds - self._drafting[modelled])
-            self.gate.learn(len(predictions), tokens_per_second(survival, found, seconds) / alone)
-        return found
+            return self._lagged(survival, modelled, other_rows)
+        seconds = self._seconds(len(predictions), modelled, survival.size, other_rows)
+        return (early_stop if self.policy == "early_stop" else best)(survival, seconds)
+
+    def _worth(self, requests: int, blocks: Floats, modelled: NDArray[np.bool_]) -> float:
+        """Tokens per second of rounds of so many requests with blocks like these, over those without the model's: the
+        blocks, in turn, make as many rounds as they fill, or one."""
+        rounds = max(1, len(blocks) // requests)
+        chosen = np.arange(len(blocks) - rounds * requests, len(blocks)) % len(blocks)
+        groups, by_model = blocks[chosen], modelled[chosen]
+        seconds = self._seconds(requests, 0, requests * blocks.shape[1], 0)
+        drafting = [self._drafted(int(n)) for n in by_model.reshape(rounds, requests).sum(axis=1)]
+        with_model = _mean_rate(groups.reshape(rounds, -1), requests, seconds + np.array(drafting)[:, None])
+        groups[by_model] = -1.0
+        return with_model / _mean_rate(groups.reshape(rounds, -1), requests, np.tile(seconds, (rounds, 1)))
 
     def _seconds(self, requests: int, modelled: int, drafts: int, other_rows: int) -> Floats:
         """CapacityCurve.rounds, from tables made once that grow. modelled: requests that a draft model worked for."""
@@ -187,9 +191,13 @@ class Scheduler:
         least = requests + other_rows
         if len(self._passes) <= least + drafts:
             self._passes = self.curve.passes(2 * (least + drafts))
-        if modelled not in self._drafting:
-            self._drafting[modelled] = self.curve.drafting(modelled)
-        return self._passes[least : least + drafts + 1] + self._drafting[modelled]
+        return self._passes[least : least + drafts + 1] + self._drafted(modelled)
+
+    def _drafted(self, requests: int) -> float:
+        assert self.curve is not None, "told says so"
+        if requests not in self._drafting:
+            self._drafting[requests] = self.curve.drafting(requests)
+        return self._drafting[requests]
 
     def _lagged(self, survival: Floats, modelled: int, other_rows: int) -> list[int]:
         """The best number of drafts for the confidences of two rounds ago, as if they were those of today's requests:
@@ -206,13 +214,9 @@ class Scheduler:
         return fill(survival, int(counts[rate.argmax()]))
 
 
-def _without_model(survival: Floats, predictions: Sequence[MTPPredictInfo], seconds: Floats) -> float:
-    """Tokens per second of the best lengths had the draft model not been asked: with what was looked up alone."""
-    modelled = np.fromiter((p.source == "drafter" for p in predictions), bool, len(predictions))
-    others = np.where(modelled[:, None], -1.0, survival)
-    return float(_rates(_ranked(others), len(survival), seconds).max())
-
-
-def _modelled(predictions: Sequence[MTPPredictInfo]) -> int:
-    """The requests that a draft model drafted for: what was looked up took no time."""
-    return sum(p.source == "drafter" for p in predictions)
+def _mean_rate(groups: Floats, requests: int, seconds: Floats) -> float:
+    """Tokens per second over G rounds of the best lengths. groups [G, n]: survivals of a round; seconds [G, n + 1]."""
+    tokens = np.full((len(groups), groups.shape[1] + 1), float(requests))
+    tokens[:, 1:] += np.cumsum(-np.sort(-groups, axis=1), axis=1)
+    at = (tokens / seconds).argmax(axis=1)[:, None]
+    return float(np.take_along_axis(tokens, at, 1).sum() / np.take_along_axis(seconds, at, 1).sum())

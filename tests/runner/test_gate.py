@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from dspark.drafter.model import Drafter
 from dspark.runner import Engine, EngineOptions
 from dspark.runner.curve import CapacityCurve
-from dspark.runner.gate import Gate
+from dspark.runner.gate import Gate, Worth
 from dspark.target.decoder import Target
 from tests.runner.conftest import counts, make_requests, outputs
 
@@ -16,12 +17,20 @@ CHEAP = CapacityCurve((1, 1000), (1.0, 1.1), (1, 64), (1e-6, 1e-6))
 STEEP = CapacityCurve((1, 1000), (1.0, 1000.0), (1, 64), (0.5, 0.5))
 
 
+MODEL = np.array([True])
+
+
+def said(ratio: float) -> Worth:
+    return lambda requests, blocks, modelled: ratio
+
+
 def pattern(gate: Gate, ratio: float, rounds: int, requests: int = 8) -> list[bool]:
+    """Rounds in which the model was asked: each shows a block a request."""
     asked = []
     for _ in range(rounds):
-        asked.append(gate.open(requests))
+        asked.append(gate.open(requests, said(ratio)))
         if asked[-1]:
-            gate.learn(requests, ratio)
+            gate.learn(np.full((requests, 3), 0.5), MODEL.repeat(requests))
     return asked
 
 
@@ -32,6 +41,10 @@ def test_rests_are_longer_every_time_but_end() -> None:
     assert sum(pattern(Gate(), 0.7, 10_000)) < 45  # rests have a longest
 
 
+def test_a_few_blocks_are_seen_before_anything_is_concluded() -> None:
+    assert [i for i, yes in enumerate(pattern(Gate(), 0.7, 30, requests=1)) if yes] == [*range(8), *range(12, 20)]
+
+
 def test_what_pays_is_never_left_out_and_a_change_is_noticed() -> None:
     gate = Gate()
     assert all(pattern(gate, 1.3, 50))
@@ -40,19 +53,36 @@ def test_what_pays_is_never_left_out_and_a_change_is_noticed() -> None:
     assert all(pattern(gate, 5.0, 50))
 
 
+def by_confidence(requests: int, blocks: np.ndarray, modelled: np.ndarray) -> float:
+    return float(blocks[modelled].mean()) / 0.5 * (1.0 if requests == 1 else 0.4)
+
+
+def test_after_a_rest_what_is_new_outweighs_what_is_old() -> None:
+    """128 blocks of texts that were hard, then 8 at a time of texts that are easy."""
+    gate = Gate()
+    gate.learn(np.full((128, 3), 0.1), MODEL.repeat(128))
+    asked = 0
+    for _ in range(3000):
+        if gate.open(1, by_confidence):
+            gate.learn(np.full((1, 3), 0.9), MODEL)
+            asked += 1
+    assert gate.open(1, by_confidence)
+    assert asked > 2000  # it was found out before the third rest
+
+
 def test_one_bad_round_among_good_ones_is_no_reason() -> None:
     gate = Gate()
-    pattern(gate, 1.4, 10)
-    gate.learn(8, 0.6)
-    assert gate.open(8)
+    for confidence in (0.9, 0.9, 0.9, 0.1):
+        gate.learn(np.full((8, 3), confidence), MODEL.repeat(8))
+    assert gate.open(1, by_confidence)
 
 
-def test_batch_sizes_have_verdicts_of_their_own() -> None:
+def test_a_size_that_was_never_tried_is_judged_by_the_blocks_of_others() -> None:
     gate = Gate()
-    pattern(gate, 0.5, 1, requests=32)
-    assert not gate.open(32)
-    assert not gate.open(33)
-    assert gate.open(1)
+    gate.learn(np.full((8, 3), 0.9), MODEL.repeat(8))
+    assert gate.open(1, by_confidence)
+    assert not gate.open(32, by_confidence)
+    assert gate.open(1, by_confidence)
 
 
 @pytest.mark.parametrize("policy", ["early_stop", "lagged_global", "global"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ from dspark.runner.schedule import (
     fixed,
     survivals,
     threshold,
-    tokens_per_second,
 )
 
 RATES = st.one_of(st.floats(0.0, 1.0), st.sampled_from([0.0, 0.5, 1.0]))
@@ -37,6 +37,12 @@ def infos(blocks: list[list[float]]) -> list[MTPPredictInfo]:
 def curve(steps: list[float]) -> CapacityCurve:
     """Flat where a step is 0, a staircase where few are not."""
     return CapacityCurve(tuple(range(1, 21)), tuple(np.cumsum([1.0, *steps[1:]]).tolist()))
+
+
+def tokens_per_second(survival: np.ndarray, lengths: Sequence[int], seconds: np.ndarray) -> float:
+    """What the model behind all of this expects of some lengths."""
+    chosen = survival[np.arange(survival.shape[1]) < np.asarray(lengths)[:, None]]
+    return float((len(survival) + chosen.sum()) / seconds[len(chosen)])
 
 
 def every_choice(blocks: list[list[float]]) -> itertools.product:
@@ -83,6 +89,31 @@ def test_early_stop_is_the_best_where_the_curve_has_no_steps(
     seconds = first + slope * np.arange(survival.size + 1)
     rate = tokens_per_second(survival, early_stop(survival, seconds), seconds)
     assert rate == pytest.approx(tokens_per_second(survival, best(survival, seconds), seconds), rel=1e-12)
+
+
+@given(BLOCKS, st.lists(st.booleans(), min_size=4, max_size=4), STEPS, st.integers(1, 6))
+@settings(max_examples=200, deadline=None)
+def test_what_drafting_is_worth_is_what_the_lengths_would_give(
+    blocks: list[list[float]], by_model: list[bool], steps: list[float], requests: int
+) -> None:
+    """The gate's verdict on rounds of kept blocks, against rounds of them one by one."""
+    line = curve(steps)
+    line = CapacityCurve(line.rows, line.seconds, (1, 8), (0.3, 0.9))
+    scheduler = Scheduler("global", 4, curve=line)
+    survival, modelled = survivals(infos(blocks), 4), np.array(by_model[: len(blocks)])
+    spent = {True: 0.0, False: 0.0}
+    gained = {True: 0.0, False: 0.0}
+    rounds = max(1, len(blocks) // requests)
+    for i in range(rounds):
+        chosen = [(len(blocks) - rounds * requests + i * requests + j) % len(blocks) for j in range(requests)]
+        for asked in (True, False):
+            part = np.where(modelled[chosen][:, None] & (not asked), -1.0, survival[chosen])
+            seconds = line.passes(requests + part.size)[requests:] + asked * line.drafting(int(modelled[chosen].sum()))
+            lengths = best(part, seconds)
+            spent[asked] += seconds[sum(lengths)]
+            gained[asked] += tokens_per_second(part, lengths, seconds) * seconds[sum(lengths)]
+    expected = gained[True] / spent[True] / (gained[False] / spent[False])
+    assert scheduler._worth(requests, survival.copy(), modelled) == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_staircase_stops_early_stop_and_not_global() -> None:
