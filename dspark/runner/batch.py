@@ -78,7 +78,7 @@ class FlatBatch:
             sequence.cached += take
         return [s for s, _ in self.chunks if not s.prefilling]
 
-    def final_rows(self, kept: list[int], window: int = 0) -> Tensor:
+    def final_rows(self, kept: list[int], window: int = 0) -> Tensor | slice:
         """Flat rows that will not be rolled back: the first kept[r] of each decoding sequence and every prompt row.
 
         window: of the draft model's context (0: all of it). What lies before the window of the prompt's last token no
@@ -94,4 +94,4 @@ class FlatBatch:
             first = sequence.cached - take  # they have been advanced past the chunk
             final += range(start + min(max(0, seen - first), take), start + take)
             start += take
-        return torch.tensor(final, dtype=torch.int64)
+        return slice(None) if len(final) == len(self.ids) else torch.tensor(final, dtype=torch.int64)

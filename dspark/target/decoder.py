@@ -190,12 +190,13 @@ class Target:
         place = Place.of(self._rope.at(positions), rows, begin, end, config.windows, spans, cache, stem)
         residual = kept[-1] = self.embed(ids)
         normed = self.ops.rms_norm(residual, self.layers[0].input_norm, config.rms_norm_eps)
-        if cache and self._stack and not (cache.entries or replay or torch.is_grad_enabled()):
+        once = len(set(taps)) == len(taps)
+        if once and cache and self._stack and not (cache.entries or replay or torch.is_grad_enabled()):
             normed, _, tapped = self._stack.run(
                 normed, residual, cache.pairs, (place.cos, place.sin), rows, [place.begins[w] for w in config.windows],
-                end, config.rms_norm_eps, [i for i in taps if i >= 0],
+                end, config.rms_norm_eps, taps,
             )  # fmt: skip
-            return normed, torch.cat([(kept | tapped)[i] for i in taps], dim=1) if taps else None
+            return normed, tapped
         shared: Keys | None = None
         for i, layer in enumerate(self.layers):
             if i == self.num_layers - config.consumers:

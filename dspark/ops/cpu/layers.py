@@ -51,20 +51,22 @@ class Stack:
     def run(
         self, normed: Tensor, residual: Tensor, cache: Sequence[Pair], angles: Pair, rows: Tensor,
         begins: Sequence[Tensor], end: Tensor, eps: float, taps: Sequence[int] = (),
-    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:  # fmt: skip
-        """(normed, residual, {tap: residual behind that layer}), all [N, H]. cache: keys and values [T, Hkv, D] of each
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """(normed, residual, both [N, H], what was tapped [N, len(taps) * H] or None): the residual behind those layers
+        side by side, that of -1 is the one given. cache: keys and values [T, Hkv, D] of each
         layer. angles: cos and sin [N, D / 2]; rows, end [N] int64: the cache row of each one's key and value, and one
         past the last it sees; begins: for each layer the first it sees."""
         hq, hkv, d = self.heads
         n, capacity, code = len(normed), len(cache[0][0]), dtype_code("layers", normed)
         check("layers", normed, residual, *angles, rows, end, *begins, *(t for pair in cache for t in pair))
         self._check_pass(normed, residual, cache, angles, (rows, end, *begins))
-        sizes = torch.tensor([n, self.h, hq, hkv, d, self.inner, capacity])
-        tapped = {i: torch.empty_like(residual) for i in taps}
+        tapped = torch.empty((n, len(taps) * self.h), dtype=normed.dtype)
+        sizes = torch.tensor([n, self.h, hq, hkv, d, self.inner, capacity, tapped.shape[1]])
+        places = dict(zip(taps, tapped.split(self.h, dim=1), strict=True)) if taps else {}
         scratch = torch.empty(lib().dspark_layers_scratch(sizes.data_ptr()), dtype=normed.dtype)
         for _ in range(2):
             out, total = normed.clone(), residual.clone()
-            table, held = self._table(cache, begins, tapped)
+            table, held = self._table(cache, begins, places)
             status = lib().dspark_layers(
                 table.data_ptr(), len(self.layers), sizes.data_ptr(), out.data_ptr(), total.data_ptr(),
                 angles[0].data_ptr(), angles[1].data_ptr(), rows.data_ptr(), end.data_ptr(), scratch.data_ptr(), eps,
@@ -76,7 +78,9 @@ class Stack:
             self._forget()
         if status:
             raise_status("layers", status)
-        return out, total, tapped
+        if -1 in places:
+            places[-1].copy_(residual)
+        return out, total, tapped if taps else None
 
     def _check_pass(
         self, normed: Tensor, residual: Tensor, cache: Sequence[Pair], angles: Pair, indices: Sequence[Tensor]
@@ -93,12 +97,12 @@ class Stack:
             refuse("layers", f"rows, end and begins [{n}] of int64", "others")
 
     def _table(
-        self, cache: Sequence[Pair], begins: Sequence[Tensor], tapped: dict[int, Tensor]
+        self, cache: Sequence[Pair], begins: Sequence[Tensor], places: dict[int, Tensor]
     ) -> tuple[Tensor, Sequence[object]]:
         """[L, words] int64 as layers.c reads it, and what must outlive the call."""
         table, entries = self._weights()
         moving = [
-            (keys.data_ptr(), values.data_ptr(), begin.data_ptr(), _at(tapped.get(i)))
+            (keys.data_ptr(), values.data_ptr(), begin.data_ptr(), _at(places.get(i)))
             for i, ((keys, values), begin) in enumerate(zip(cache, begins, strict=True))
         ]
         table = torch.cat([table, torch.tensor(moving)], dim=1)

@@ -29,11 +29,11 @@ typedef struct {
     const void *q_norm, *k_norm, *post_norm, *next_norm;
     char *k, *v;
     const int64_t *begin;
-    void *tap;
+    char *tap;
 } Layer;
 
 typedef struct {
-    int64_t n, h, hq, hkv, d, i, capacity;
+    int64_t n, h, hq, hkv, d, i, capacity, tap_row; /* tap_row: elements from a row of what is tapped to the next */
 } Sizes;
 
 EXPORT int64_t dspark_layers_words(void) { return sizeof(Layer) / 8; }
@@ -91,7 +91,8 @@ static int run_layer(const Layer *l, const Sizes *s, char *normed, char *residua
     status |= dspark_linear(proj, inner, l->down.weight, l->down.packed, l->down.bias, s->n, s->i, s->h, dtype, dtype,
                             threads);
     dspark_add_rms_norm(normed, residual, proj, residual, l->next_norm, s->n, s->h, eps, dtype, threads);
-    if (l->tap) memcpy(l->tap, residual, s->n * s->h * size);
+    for (int64_t r = 0; l->tap && r < s->n; r++)
+        memcpy(l->tap + r * s->tap_row * size, residual + r * s->h * size, s->h * size);
     return status;
 }
 
