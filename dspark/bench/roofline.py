@@ -23,7 +23,8 @@ _SIDE = 1536  # of the square matrices
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """read: bytes/s of one big sum. matmul: FLOP/s of one big fp32 product, which is what our bf16 products run in."""
+    """read: bytes/s of one big sum. matmul: FLOP/s of torch's own big product, in fp32 or in the weights' dtype,
+    whichever is faster here (without instructions for bf16 that is fp32, which our bf16 products then run in)."""
 
     read: float
     matmul: float
@@ -41,11 +42,16 @@ class Work:
         return max(self.read / rates.read, self.flops / rates.matmul)
 
 
-def measure_rates(repeats: int = 5) -> Rates:
+def measure_rates(dtype: torch.dtype, repeats: int = 5) -> Rates:
     """The best of a few, on as many threads as torch has."""
-    data, square = torch.ones(_BYTES // 4), torch.ones(_SIDE, _SIDE)
+    data = torch.ones(_BYTES // 4)
     read = _best(lambda: data.sum(), repeats)
-    return Rates(_BYTES / read, 2 * _SIDE**3 / _best(lambda: square @ square, repeats))
+    return Rates(_BYTES / read, max(_product_rate(one, repeats) for one in {torch.float32, dtype}))
+
+
+def _product_rate(dtype: torch.dtype, repeats: int) -> float:
+    square = torch.ones(_SIDE, _SIDE, dtype=dtype)
+    return 2 * _SIDE**3 / _best(lambda: square @ square, repeats)
 
 
 def work(target: Target, requests: Sequence[Request], done: Sequence[Completion], passes: int) -> Work:

@@ -124,7 +124,7 @@ def _measure(
 ) -> dict[str, Any]:
     drafter = loaded.bundle.drafter if loaded.bundle else None
     parts = serving.Parts(loaded.target, drafter, load_curve(curve, loaded), peers)
-    rates = measure_rates()
+    rates = measure_rates(loaded.target.dtype)
     requests = _requests(loaded, max(*options.batches, options.limit), options)
     found: dict[str, Any] = {"machine": ops.fingerprint(), "dtype": loaded.dtype, "rates": asdict(rates),
                              "options": asdict(options)}  # fmt: skip
@@ -193,7 +193,7 @@ def _text(found: dict[str, Any]) -> list[str]:
     rates = Rates(**found["rates"])
     lines = [
         f"{torch.get_num_threads()} threads, {found['dtype']}; reads {rates.read / 1e9:.1f} GB/s, multiplies "
-        f"{rates.matmul / 1e9:.0f} GFLOP/s (fp32)"
+        f"{rates.matmul / 1e9:.0f} GFLOP/s"
     ]
     lines += _speed_text(found["speed"]) if "speed" in found else []
     lines += _arrivals_text(found["arrivals"]) if "arrivals" in found else []
