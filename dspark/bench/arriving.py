@@ -24,13 +24,13 @@ from dspark.scorecard.measure import bits
 @dataclass(frozen=True, slots=True)
 class Arrived:
     """rate: tokens/s from the first arrival to the last token. first, last: seconds from a request's arrival to its
-    first and its last token, median and 95th percentile (first is NaN where a peer gives all tokens at once). wrong:
+    first and its last token, median and 95th percentile (first: None where a peer gives all tokens at once). wrong:
     answers that are not those of the request alone, of `checked`."""
 
     side: str
     requests: int
     rate: float
-    first: tuple[float, float]
+    first: tuple[float, float] | None
     last: tuple[float, float]
     wrong: int = 0
     checked: int = 0
@@ -95,7 +95,7 @@ def serve_by_batches(
             on_done()
     tokens = sum(r.params.max_tokens for r in requests)
     return Arrived(
-        peer.name, len(requests), tokens / (last[-1] - at[0]), (float("nan"),) * 2,
+        peer.name, len(requests), tokens / (last[-1] - at[0]), None,
         _two([end - t for end, t in zip(last, at, strict=True)]),
     )  # fmt: skip
 

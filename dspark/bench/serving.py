@@ -8,6 +8,7 @@ and at temperature 0 the peer says what we say for as long as the two agree (bf1
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import statistics
 import time
@@ -25,6 +26,7 @@ from dspark.drafter.model import Drafter
 from dspark.runner import Engine, EngineOptions
 from dspark.runner.curve import CapacityCurve
 from dspark.runner.engine import Run
+from dspark.runner.gate import Gate
 from dspark.runner.lookup import Lookup
 from dspark.scorecard.measure import bits
 from dspark.target.decoder import Target
@@ -66,14 +68,16 @@ class Parts:
             ]
         return found
 
-    def engine(self, way: Way, batch: int, rows: int) -> Engine:
-        """One that has seen nothing."""
+    def engine(self, way: Way, batch: int, rows: int, gate: Gate | None = None) -> Engine:
+        """One that has seen nothing, but for what drafting is worth here (gate)."""
         options = EngineOptions(
             max_batch=batch, kv_tokens=rows, policy="global" if way.scheduled else "fixed",
             curve=self.curve if way.scheduled else None, verifier="coupled" if way.law[0] else "greedy",
         )  # fmt: skip
         drafter = self.drafter if way.drafts else None
-        return Engine(self.target, drafter, options, Lookup(way.lookup) if way.lookup else None)
+        engine = Engine(self.target, drafter, options, Lookup(way.lookup) if way.lookup else None)
+        engine.gate = gate or engine.gate
+        return engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +155,15 @@ def speeds(
         if law == GREEDY:
             told[peer.name] = answered.tokens
 
+    gates = {way: Gate() for way in ways}  # kept over the repeats, as a runner's that stays up
+
     def run_way(way: Way) -> None:
-        ours[way].append(finish(parts.engine(way, batch, rows), laws[way.law]))
+        ours[way].append(finish(parts.engine(way, batch, rows, gates[way]), laws[way.law]))
 
     turns: list[Callable[[], None]] = [lambda way=way: run_way(way) for way in ways]  # type: ignore[misc]
     turns += [lambda p=p, law=law: run_peer(p, law) for p in parts.peers for law in laws]  # type: ignore[misc]
     for way in ways:  # warm: kernels, packed weights
-        finish(parts.engine(way, batch, rows), laws[way.law][:1])
+        finish(parts.engine(way, batch, rows, gates[way]), laws[way.law][:1])
     for peer in parts.peers:
         peer.answer(laws[RECOMMENDED][:1], batch)
     for repeat in range(repeats):
@@ -274,6 +280,7 @@ def memory(target: Target, prompts: Sequence[Sequence[int]]) -> Memory:
     engine = Engine(target, None, EngineOptions(max_batch=len(requests), kv_tokens=rows, reuse_prefixes=False))
     engine.generate(requests[:1])
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or what was freed before is taken again, and nothing seems to grow
     before, held, cached = _resident(), 0, 0
     with torch.inference_mode():
         run = engine.begin(requests)

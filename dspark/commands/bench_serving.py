@@ -231,7 +231,7 @@ def _arrivals_text(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = [f"{'requests over time':<28}{'tokens/s':>9}{'first token, s':>17}{'whole answer, s':>18}{'differ':>8}",
              f"{'':<28}{'':>9}{'median, 95 %':>17}{'median, 95 %':>18}"]  # fmt: skip
     for row in rows:
-        first, last = (f"{a:.2f}, {b:.2f}" for a, b in (row["first"], row["last"]))
+        first, last = (f"{two[0]:.2f}, {two[1]:.2f}" if two else "-" for two in (row["first"], row["last"]))
         wrong = f"{row['wrong']}/{row['checked']}" if row["checked"] else "-"
         lines.append(f"{row['side'][:27]:<28}{row['rate']:>9.1f}{first:>17}{last:>18}{wrong:>8}")
     return lines

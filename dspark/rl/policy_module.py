@@ -11,7 +11,7 @@ Left out on purpose: rollouts beside the updates (asynchronous, off-policy), sha
 weights whole), value functions.
 """
 
-from __future__ import annotations
+from __future__ import gc
 
 import json
 import sys
@@ -177,6 +177,7 @@ class PolicyModule(LightningModule):
             keep_run_record(self.rollout.out, self._record(), len(self.history.lines) * self.trainer.world_size)
         self.lookup = Lookup(self.rollout.lookup) if self.rollout.lookup else None
         self._recall()
+        gc.freeze()  # or the lookup's many objects make each full collection look through all that was imported
 
     def _refuse_shorter_run(self, rollouts: int) -> None:
         """Raises DsparkError where a run from the start would end before the one that is there, and replace it."""
