@@ -11,8 +11,9 @@ Left out on purpose: rollouts beside the updates (asynchronous, off-policy), sha
 weights whole), value functions.
 """
 
-from __future__ import gc
+from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
