@@ -103,6 +103,7 @@ def runs(args: argparse.Namespace) -> int:
     """Run and print; 0 when every run has the same rollouts and the same final policy, else 1."""
     chosen = rl_runs.ways(args.drafter or "", args.kills or KILLS)
     overrides = [f"--trainer.max_steps={args.steps or STEPS}", f"--trainer.callbacks={json.dumps(SAVING)}"]
+    overrides += [f"{rl_runs.ROLLOUT}.dtype={args.dtype}"] if args.dtype else []
     with (
         tempfile.TemporaryDirectory(prefix="dspark-rl-") as folder,
         tqdm(chosen, desc="rl-runs", unit="run", disable=args.quiet, file=sys.stderr, leave=False) as bar,
