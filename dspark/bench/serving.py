@@ -8,7 +8,6 @@ and at temperature 0 the peer says what we say for as long as the two agree (bf1
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import statistics
 import time
@@ -260,8 +259,8 @@ def _greedy(prompts: Sequence[Sequence[int]], count: int) -> list[Request]:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """cached: tokens whose keys and values were held at once; exact: bytes of these alone; grown: what the process grew
-    by meanwhile, counted by the kernel."""
+    """cached: tokens whose keys and values came to be held; exact: bytes of these alone; grown: what the process grew by
+    meanwhile, counted by the kernel."""
 
     cached: int
     exact: int
@@ -273,22 +272,20 @@ class Memory:
 
 
 def memory(target: Target, prompts: Sequence[Sequence[int]]) -> Memory:
-    """While all prompts are held at once. A prompt's pass is run before, so that scratch buffers are there already."""
+    """From after the first pass, when what a pass needs beside the cache is there, until all prompts are held at once."""
     passes = sum(map(len, prompts)) // EngineOptions().prefill_chunk + 3  # until the last prompt is read
     requests = _greedy(prompts, passes)
     rows = sum(len(r.prompt_ids) + passes for r in requests)
     engine = Engine(target, None, EngineOptions(max_batch=len(requests), kv_tokens=rows, reuse_prefixes=False))
-    engine.generate(requests[:1])
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # or what was freed before is taken again, and nothing seems to grow
-    before, held, cached = _resident(), 0, 0
+    seen: list[tuple[int, int]] = []  # cached, resident
     with torch.inference_mode():
         run = engine.begin(requests)
         while run.busy:
             run.round()
-            if (now := sum(s.cached for s in run.running)) >= cached:
-                held, cached = _resident(), now
-    return Memory(cached, cached * token_bytes(target), held - before)
+            seen.append((sum(s.cached for s in run.running), _resident()))
+    (first, before), (most, held) = seen[0], max(seen)
+    return Memory(most - first, (most - first) * token_bytes(target), held - before)
 
 
 def _resident() -> int:

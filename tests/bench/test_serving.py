@@ -135,7 +135,7 @@ def test_requests_over_time_are_checked_against_each_alone(small: Target, monkey
 def test_memory_and_contexts(small: Target) -> None:
     prompts = [[1 + (i * j) % 11 for j in range(200)] for i in range(1, 4)]
     held = serving.memory(small, prompts)
-    assert held.cached >= 600
+    assert 300 < held.cached < 600
     assert held.exact == held.cached * roofline.token_bytes(small)
     found = serving.contexts(serving.Parts(small, peers=(Same(small),)), prompts, 2, 4, 1)
     assert (found.tokens, found.batch) == (200, 2)
