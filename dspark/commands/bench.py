@@ -121,7 +121,7 @@ def _check_options(args: argparse.Namespace) -> None:
     """Refuses an option that would be ignored."""
     timed = ("verify", "lookup", "replay", "rl", "runner")
     belongs = {"rows": ("tax",), "repeats": ("tax", "step", *timed), "shape": ("step",), "losses": ("step",),
-               "dtype": ("tax", "invariance", "rollouts", *timed),
+               "dtype": ("tax", "invariance", "rollouts", "rl-runs", *timed),
                **bench_runner.BELONGS, **bench_rl.BELONGS, **bench_serving.BELONGS}  # fmt: skip
     given = [name for name in belongs if getattr(args, name) not in (None, [])]
     foreign = [f"--{name}" for name in given if args.what not in belongs[name]]
