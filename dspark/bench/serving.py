@@ -9,6 +9,7 @@ and at temperature 0 the peer says what we say for as long as the two agree (bf1
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -237,6 +238,8 @@ def contexts(
     sides: dict[str, Callable[[list[Request]], float]] = {"ours": ours}
     for peer in parts.peers:
         sides[peer.name] = lambda requests, peer=peer: peer.answer(requests, batch).seconds  # type: ignore[misc]
+    for run in sides.values():
+        run(_greedy([prompts[0][:8]], 2))  # warm
     for repeat in range(repeats):
         for name in in_turn(sides, repeat):
             first, whole = sides[name](one), sides[name](more)
@@ -259,8 +262,8 @@ def _greedy(prompts: Sequence[Sequence[int]], count: int) -> list[Request]:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """cached: tokens whose keys and values came to be held; exact: bytes of these alone; grown: what the process grew by
-    meanwhile, counted by the kernel."""
+    """cached: tokens whose keys and values came to be held; exact: bytes of these alone; grown: what the process grew
+    by meanwhile, counted by the kernel."""
 
     cached: int
     exact: int
@@ -272,7 +275,7 @@ class Memory:
 
 
 def memory(target: Target, prompts: Sequence[Sequence[int]]) -> Memory:
-    """From after the first pass, when what a pass needs beside the cache is there, until all prompts are held at once."""
+    """From after the first pass, when what a pass needs beside the cache is there, until all prompts are held."""
     passes = sum(map(len, prompts)) // EngineOptions().prefill_chunk + 3  # until the last prompt is read
     requests = _greedy(prompts, passes)
     rows = sum(len(r.prompt_ids) + passes for r in requests)
@@ -291,7 +294,7 @@ def memory(target: Target, prompts: Sequence[Sequence[int]]) -> Memory:
 def _resident() -> int:
     """Bytes of this process in memory."""
     fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[1]) * 4096
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _over(runs: Sequence[Served], rates: Sequence[float]) -> Three:

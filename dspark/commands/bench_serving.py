@@ -175,6 +175,9 @@ def _arrivals(
     least = max(1, options.max_tokens // 4)
     lengths = [least + derive_seed(1, "length", i) % (options.max_tokens - least + 1) for i in range(len(base))]
     requests = [_of_length(r, n) for r, n in zip(base, lengths, strict=True)]
+    for peer in parts.peers:
+        peer.answer(requests[:1], batch)  # warm
+    serving.finish(parts.engine(serving.Way("plain"), 1, 4096), requests[:1])
     alone = serving.finish(parts.engine(serving.Way("plain"), 1, 4096), requests[:2])
     at = arriving.arrivals(len(requests), 1.5 * 2 / alone.seconds)
     ways = [way for way in parts.ways() if way.law == serving.RECOMMENDED and (not way.drafts or way.scheduled)]

@@ -295,9 +295,10 @@ class Drafter(nn.Module):
             previous = choose(slot, logits)
             states.append(hidden)
             tokens.append(previous)
-            drawn.append(logits)
+            if self.config.confidence_with_law:
+                drawn.append(logits)
         token_ids = torch.stack(tokens, dim=1)
-        law = self.law(torch.stack(drawn, dim=1), token_ids) if self.config.confidence_with_law else None
+        law = self.law(torch.stack(drawn, dim=1), token_ids) if drawn else None
         return Proposal(token_ids, self.draft_confidence(torch.stack(states, dim=1), anchor_ids, token_ids, law))
 
     def to_columns(self, ids: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from dspark.runner.sequence import Sequence
 from dspark.runner.verify import SamplingRows
 
 _MOST_LATE = 4096  # rows of features that wait for the draft model to look at them: some 20 MB
+_MOST_OF_ONE = 1024  # of one request: a long prompt's are computed as it is read, and not all in the round it drafts in
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,12 @@ class DraftStage:
         a block looks there."""
         bases, counts = torch.unique_consecutive(rows - positions, return_counts=True)
         sizes = counts.tolist()
-        for base, *part in zip(bases.tolist(), features.split(sizes), positions.split(sizes), strict=True):
-            self._late.setdefault(base, []).append((part[0], part[1]))
         self._late_rows += len(rows)
+        for base, ours, at in zip(bases.tolist(), features.split(sizes), positions.split(sizes), strict=True):
+            mine = ours if len(sizes) == 1 else ours.clone()  # a view would keep all rows of the pass in memory
+            self._late.setdefault(base, []).append((mine, at))
+            if sum(len(positions) for _, positions in self._late[base]) > _MOST_OF_ONE:
+                self._settle([base])
         while self._late_rows > _MOST_LATE:
             self._settle([next(iter(self._late))])
 

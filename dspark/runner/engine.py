@@ -211,6 +211,7 @@ class Run:
         engine.target.refresh()
         self.engine, self.target, self.options, self.taps = engine, engine.target, engine.options, engine.taps
         capacity = max(1, min(rows, self.options.kv_tokens))
+        self.largest = min(capacity, longest)  # rows of one request
         config = self.target.config
         rings = min(self.options.max_batch, most)
         self.cache = KVCache(
@@ -241,6 +242,12 @@ class Run:
         """Puts requests behind those that wait; the indices that their sequences will have. Raises DsparkError, before
         anything of them is taken, for one that the runner cannot finish."""
         self.engine.check(requests)
+        for i, request in enumerate(requests):
+            if _rows(request) > self.largest:
+                raise DsparkError(
+                    f"request {i}: expected prompt + max_tokens <= {self.largest} (the room of this run, made for "
+                    f"what it began with), but got {_rows(request)}. Use a run of Engine.open()."
+                )
         indices = list(range(self.submitted, self.submitted + len(requests)))
         self.waiting.extend(zip(indices, map(_seeded, requests), strict=True))
         self.submitted += len(requests)
@@ -254,6 +261,7 @@ class Run:
         """One target pass: draft, schedule, verify, commit. Returns the sequences that finished in it; none
         where there is nothing to do."""
         self._admit()
+        self.drafting_seconds = 0.0
         if not self.running:
             return []
         decoding = [s for s in self.running if not s.prefilling]

@@ -5,7 +5,8 @@ a quarter of a pass. So the confidences of the last blocks are kept, and where r
 blocks, drafting included, would yield fewer tokens per second than rounds without, the model rests. Now and then it is
 asked whatever they say, for texts and weights change, and more seldom every time that nothing comes of it: rounds with
 about as many requests (up to a power of two) share the count. Earlier rounds alone decide, so under the rejection
-verifier the law of the output does not change.
+verifier the law of the output does not change. Beside a lookup only blocks that were preferred to it are seen, so the
+model is thought a little better there than it is.
 """
 
 from __future__ import annotations

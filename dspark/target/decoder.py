@@ -132,10 +132,11 @@ class Target:
         """Drops the packed copies of trained weights. Called before every generation and every scoring: an optimizer of
         one's own may have written them in a way that nothing else notices (``weight.data``), or their module may have
         been moved to another dtype."""
-        for tensor in self._tensors.values():
-            if isinstance(tensor, torch.nn.Parameter):
-                ops.forget(tensor)
-                self.__dict__.pop("_stack", None)
+        trained = [t for t in self._tensors.values() if isinstance(t, torch.nn.Parameter)]
+        for tensor in trained:
+            ops.forget(tensor)
+        if trained:
+            self.__dict__.pop("_stack", None)
 
     @cached_property
     def self_tested(self) -> int:

@@ -136,3 +136,8 @@ def test_inference_tensors_work() -> None:
 def test_wrong_arguments_are_refused(x: torch.Tensor, weight: torch.Tensor, words: str) -> None:
     with pytest.raises(DsparkError, match=words):
         ops.linear(x, weight)
+
+
+def test_a_width_of_nothing() -> None:
+    for n in (1, 2, 20):
+        assert torch.equal(ops.linear(torch.zeros(n, 0), torch.zeros(3, 0)), torch.zeros(n, 3))

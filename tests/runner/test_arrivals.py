@@ -65,3 +65,12 @@ def test_rounds_without_requests_are_nothing() -> None:
     assert not run.busy
     assert run.submit([]) == []
     assert run.round() == []
+
+
+def test_a_run_made_for_less_refuses_what_would_wait_for_good(target: Target) -> None:
+    run = Engine(target).begin(make_requests(1, max_tokens=4))
+    with pytest.raises(DsparkError, match=r"request 0: expected prompt \+ max_tokens <= .*Engine.open"):
+        run.submit(make_requests(1, max_tokens=40))
+    with torch.inference_mode():
+        while run.busy:
+            run.round()

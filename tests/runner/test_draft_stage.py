@@ -108,3 +108,24 @@ def test_what_waits_is_bounded(drafter: Drafter, monkeypatch: pytest.MonkeyPatch
         stage.commit(*tokens(drafter, [(0, range(i, i + 1)), (20, range(i, i + 1))], i))
         waiting = sum(len(positions) for parts in stage._late.values() for _, positions in parts)
         assert waiting == stage._late_rows <= 6
+
+
+@torch.inference_mode()
+def test_a_row_that_waits_does_not_keep_its_pass(drafter: Drafter) -> None:
+    stage = made(drafter)
+    features, *rest = tokens(drafter, [(0, range(1)), (20, range(12))], 1)
+    stage.commit(features, *rest)
+    stage.forget(20)
+    (left, _), *more = stage._late[0]
+    assert not more
+    assert left.untyped_storage().nbytes() == left.nbytes == features.nbytes // 13
+
+
+@torch.inference_mode()
+def test_a_long_prompt_is_looked_at_as_it_is_read(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft, "_MOST_OF_ONE", 6)
+    stage, seen, encode = made(drafter), [], drafter.encode
+    monkeypatch.setattr(drafter, "encode", lambda f, p: seen.append(len(p)) or encode(f, p))
+    for start in range(0, 16, 4):
+        stage.commit(*tokens(drafter, [(20, range(start, start + 4))], start))
+    assert seen == [8, 8]

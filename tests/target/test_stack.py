@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dspark import ops
 from dspark.contracts import DsparkError
 from dspark.ops.cpu import layers
 from dspark.target.cache import KVCache
@@ -108,6 +112,51 @@ def test_a_weight_that_changed_behind_torchs_back_is_packed_anew(tiny_target: Ca
     wanted, _ = passes(target, fused=False)
     assert all(torch.equal(a, b) for a, b in zip(changed, wanted, strict=True))
     assert not torch.equal(first[0], changed[0])
+
+
+def test_a_weight_that_no_longer_fits_is_refused(tiny_target: Callable[..., Target]) -> None:
+    """Found after the first pass, when the addresses are known already."""
+    for change in (lambda t: t.float(), lambda t: t[:2].clone()):
+        target = tiny_target(torch.bfloat16)
+        passes(target, fused=True)
+        stack = target._stack
+        assert stack is not None
+        norm = target.layers[1].post_norm
+        norm.data = change(norm.data)
+        with pytest.raises(DsparkError, match=r"layers: expected post_norm \(32,\) of torch.bfloat16"):
+            stack._weights()
+
+
+def test_packed_weights_are_not_kept_by_the_stack(tiny_target: Callable[..., Target]) -> None:
+    """An optimizer's step drops them: two generations of packed weights would not fit where one does."""
+    target = tiny_target(torch.float32)
+    passes(target, fused=True)
+    stack = target.__dict__["_stack"] = layers.Stack(target.layers, [target.final_norm] * 3, (4, 2, 8))
+    _, held = stack._weights()
+    references = [weakref.ref(entry) for entry in held]
+    del held
+    for layer in target.layers:
+        for weight in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            ops.forget(weight)
+    assert not any(reference() for reference in references)
+
+
+def test_a_target_that_has_run_can_be_copied(tiny_target: Callable[..., Target]) -> None:
+    target = tiny_target(torch.float32)
+    before = len(io_bytes(target))
+    wanted, _ = passes(target, fused=True)
+    target._stack  # made again
+    assert target.__dict__["_stack"] is not None
+    passes_once = copy.deepcopy(target)
+    assert len(io_bytes(target)) < before + 5000
+    got, _ = passes(passes_once, fused=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def io_bytes(target: Target) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(target, buffer)
+    return buffer.getvalue()
 
 
 def test_gradients_rings_and_consumers_go_the_long_way(tiny_target: Callable[..., Target], calls: list[int]) -> None:

@@ -7,6 +7,7 @@ training do.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,10 +38,18 @@ class Stack:
         self.dtype = layers[0].qkv.dtype
         self._matrices = [weight for layer in layers for weight in _matrices(layer)]
         self._others = [t for layer in layers for t in _vectors(layer)] + list(following)
-        self._kept: tuple[list[int], Tensor, list[Packed]] | None = None
-        for layer, norm in zip(layers, following, strict=True):
-            self._check("next_norm", norm, (h,))
-            for name, shape in shapes.items():
+        self._kept: tuple[list[int], Tensor, list[weakref.ref[Packed]]] | None = None  # an optimizer step frees them
+        self.shapes = shapes
+        self._check_weights()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has weights of its own, and packs them itself."""
+        return {**self.__dict__, "_kept": None}
+
+    def _check_weights(self) -> None:
+        for layer, norm in zip(self.layers, self.following, strict=True):
+            self._check("next_norm", norm, (self.h,))
+            for name, shape in self.shapes.items():
                 self._check(name, getattr(layer, name), shape)
 
     def _check(self, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
@@ -109,16 +118,20 @@ class Stack:
         assert table.shape[1] == _words_in_c(), "layers.c and layers.py lay a layer out alike"
         return table, entries
 
-    def _weights(self) -> tuple[Tensor, list[Packed]]:
+    def _weights(self) -> tuple[Tensor, Sequence[Packed | None]]:
         """The words of what a layer is made of, and the packed weights among it. To look through all of them afresh
         takes a twentieth of a pass with one row, so they are kept until one is packed anew, or moves."""
         addresses = [t.data_ptr() for t in self._others]
-        if self._kept is None or self._kept[0] != addresses or not current(self._matrices, self._kept[2]):
-            entries = [packed(weight) for weight in self._matrices]
-            words = [self._words(layer, norm, entries[4 * i : 4 * i + 4])
-                     for i, (layer, norm) in enumerate(zip(self.layers, self.following, strict=True))]  # fmt: skip
-            self._kept = addresses, torch.tensor(words), entries
-        return self._kept[1:]
+        if self._kept is not None and self._kept[0] == addresses:
+            held = [reference() for reference in self._kept[2]]
+            if current(self._matrices, held):
+                return self._kept[1], held
+        self._check_weights()
+        entries = [packed(weight) for weight in self._matrices]
+        each = enumerate(zip(self.layers, self.following, strict=True))
+        words = [self._words(layer, norm, entries[4 * i : 4 * i + 4]) for i, (layer, norm) in each]
+        self._kept = addresses, torch.tensor(words), [weakref.ref(entry) for entry in entries]
+        return self._kept[1], entries
 
     @staticmethod
     def _words(layer: Any, norm: Tensor, entries: Sequence[Packed]) -> list[int]:

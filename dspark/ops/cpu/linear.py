@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dspark.ops.cpu.native import DTYPE_CODE, STALE, check, dtype_code, lib, raise_status, refuse, threads
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Packed:
     owner: weakref.ref[Tensor]
     version: int
@@ -100,10 +100,12 @@ def _unchanged(weight: Tensor, entry: Packed) -> bool:
     return entry.pointer == weight.data_ptr() and entry.version == _version(weight)
 
 
-def current(weights: Sequence[Tensor], entries: Sequence[Packed]) -> bool:
+def current(weights: Sequence[Tensor], entries: Sequence[Packed | None]) -> bool:
     """Whether `packed` would give the same entries again, of weights that somebody holds."""
     pairs = zip(weights, entries, strict=True)
-    return all(_packed.get(id(weight)) is entry and _unchanged(weight, entry) for weight, entry in pairs)
+    return all(
+        entry is not None and _packed.get(id(weight)) is entry and _unchanged(weight, entry) for weight, entry in pairs
+    )
 
 
 def forget(weight: Tensor) -> None:

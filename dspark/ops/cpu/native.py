@@ -84,4 +84,6 @@ def raise_status(op: str, status: int) -> NoReturn:
         )  # fmt: skip
     if status & OUTSIDE:
         refuse(op, "indices inside their tables", "one outside", "Mend begin / end, or the ids.")
+    if status & STALE:
+        refuse(op, "weights that stay as they are during a call", "one that something writes meanwhile", "Wait for it.")
     raise MemoryError(f"{op}: the kernel could not allocate its scratch buffer.")

@@ -171,7 +171,7 @@ static void pack_tile(const Linear *a, int64_t rows, int64_t tiles, int64_t t) {
 /* One chunk of rows: pack its tiles, then walk (panel group) x (run of tiles). Called inside or outside a team. */
 static void run_chunk(const Linear *a, int64_t rows, int threads) {
     int64_t tiles = (rows + MR - 1) / MR;
-    int64_t group = GROUP_BYTES / a->panel_bytes;
+    int64_t group = GROUP_BYTES / (a->panel_bytes ? a->panel_bytes : 1);
     if (tiles == 1 || group * threads > a->panels) group = (a->panels + threads - 1) / threads;
     if (tiles == 1 && group > 4) group = (group + 3) / 4 * 4;
     if (group < 1) group = 1;
