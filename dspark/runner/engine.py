@@ -92,7 +92,9 @@ class Engine:
     def scheduler(self) -> Scheduler:
         """A run's policy, fresh but for the gate."""
         options = self.options
-        return Scheduler(options.policy, self.width, options.threshold, options.curve, self.gate)
+        # Under rejection a sample depends on its drafts: what other calls drafted must not show in it.
+        gate = Gate() if options.verifier == "rejection" else self.gate
+        return Scheduler(options.policy, self.width, options.threshold, options.curve, gate)
 
     def generate(self, requests: list[Request], on_finish: OnFinish | None = None) -> list[Completion]:
         """Finish all requests; completions come back in request order, ``on_finish(index, completion)`` as they end."""

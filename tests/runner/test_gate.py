@@ -10,7 +10,7 @@ from dspark.runner import Engine, EngineOptions
 from dspark.runner.curve import CapacityCurve
 from dspark.runner.gate import Gate, Worth
 from dspark.target.decoder import Target
-from tests.runner.conftest import counts, make_requests, outputs
+from tests.runner.conftest import counts, make_drafter, make_requests, outputs
 
 DEAR = CapacityCurve((1, 1000), (1.0, 1.1), (1, 64), (9.0, 9.0))  # a row costs next to nothing, drafting nine passes
 CHEAP = CapacityCurve((1, 1000), (1.0, 1.1), (1, 64), (1e-6, 1e-6))
@@ -106,6 +106,16 @@ def test_whole_blocks_for_labels_are_always_drafted(target: Target, drafter: Dra
     for completion in Engine(target, drafter, options).generate(make_requests(6)):
         written = len(completion.token_ids) - 1
         assert len(completion.rounds) >= written - sum(r.accepted for r in completion.rounds) - 1
+
+
+@pytest.mark.parametrize("policy", ["early_stop", "lagged_global"])
+def test_under_rejection_a_call_does_not_depend_on_the_one_before(target: Target, policy: str) -> None:
+    drafter = make_drafter(target)
+    options = EngineOptions(max_batch=4, policy=policy, curve=DEAR, verifier="rejection")
+    engine, requests = Engine(target, drafter, options), make_requests(9)
+    first = engine.generate(requests)
+    assert counts(first)[1] > 0
+    assert outputs(engine.generate(requests)) == outputs(first)
 
 
 def test_the_next_call_need_not_find_out_again(target: Target, drafter: Drafter) -> None:
