@@ -177,8 +177,9 @@ def _arrivals(
     requests = [_of_length(r, n) for r, n in zip(base, lengths, strict=True)]
     for peer in parts.peers:
         peer.answer(requests[:1], batch)  # warm
-    serving.finish(parts.engine(serving.Way("plain"), 1, 4096), requests[:1])
-    alone = serving.finish(parts.engine(serving.Way("plain"), 1, 4096), requests[:2])
+    room = sum(len(r.prompt_ids) + r.params.max_tokens for r in requests[:2])
+    serving.finish(parts.engine(serving.Way("plain"), 1, room), requests[:1])
+    alone = serving.finish(parts.engine(serving.Way("plain"), 1, room), requests[:2])
     at = arriving.arrivals(len(requests), 1.5 * 2 / alone.seconds)
     ways = [way for way in parts.ways() if way.law == serving.RECOMMENDED and (not way.drafts or way.scheduled)]
     rows = EngineOptions().kv_tokens
@@ -225,7 +226,7 @@ def _speed_text(rows: Sequence[dict[str, Any]]) -> list[str]:
                 f"    {row['read_gb']:.1f} GB and {row['gflop']:.0f} GFLOP need {row['least']:.2f} s; it took "
                 f"{row['roof']:.2f} x that"
             )
-        if row["tau"] > 1:
+        if row["tau"] > 1 or row["wrong"]:
             lines.append(f"    tau {row['tau']:.2f}; {row['wrong']} differ from plain")
     return lines
 
