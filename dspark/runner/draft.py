@@ -9,7 +9,7 @@ not cached.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -52,6 +52,14 @@ def cut(prediction: MTPPredictInfo, count: int) -> MTPPredictInfo:
     return replace(prediction, token_ids=prediction.token_ids[:count], confidence_rates=rates and rates[:count])
 
 
+@dataclass(slots=True)
+class _Late:
+    """What of a sequence is not in the context yet: parts, each features and positions, of so many rows."""
+
+    parts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    rows: int = 0
+
+
 class DraftStage:
     """The draft model at work inside the runner: ``width`` drafts a round, arena rows 0 .. capacity - 1."""
 
@@ -61,7 +69,7 @@ class DraftStage:
         self.maps = drafter.confidence_head.maps if drafter.confidence_head else ()
         self.window = config.sliding_window  # context tokens a block may see; 0: all
         self.context = Context.empty(config, capacity, drafter.dtype)
-        self._late: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of the sequence at a row: features, positions
+        self._late: dict[int, _Late] = {}  # by the first row of its sequence
         self._late_rows = 0
 
     def commit(self, features: Tensor, positions: Tensor, rows: Tensor) -> None:
@@ -72,8 +80,10 @@ class DraftStage:
         self._late_rows += len(rows)
         for base, ours, at in zip(bases.tolist(), features.split(sizes), positions.split(sizes), strict=True):
             mine = ours if len(sizes) == 1 else ours.clone()  # a view would keep all rows of the pass in memory
-            self._late.setdefault(base, []).append((mine, at))
-            if sum(len(positions) for _, positions in self._late[base]) > _MOST_OF_ONE:
+            late = self._late.setdefault(base, _Late())
+            late.parts.append((mine, at))
+            late.rows += len(at)
+            if late.rows > _MOST_OF_ONE:
                 self._settle([base])
         while self._late_rows > _MOST_LATE:
             self._settle([next(iter(self._late))])
@@ -85,11 +95,11 @@ class DraftStage:
 
     def forget(self, base: int) -> None:
         """The sequence at this row is gone: nobody will ask for what is not in the context yet."""
-        self._late_rows -= sum(len(positions) for _, positions in self._late.pop(base, ()))
+        self._late_rows -= self._late.pop(base, _Late()).rows
 
     def _settle(self, bases: Iterable[int]) -> None:
         """Everything committed of these sequences is in the context."""
-        late = [(base, *part) for base in bases for part in self._late.pop(base, ())]
+        late = [(base, *part) for base in bases for part in self._late.pop(base, _Late()).parts]
         if not late:
             return
         positions = torch.cat([positions for _, _, positions in late])

@@ -89,6 +89,8 @@ def test_an_output_that_is_not_plain_decodings_is_counted(small: Target, monkeyp
     found = {"rates": {"read": 1e9, "matmul": 1e9}, "dtype": "float32",
              "speed": [bench_serving.asdict(row) for row in rows.values()]}  # fmt: skip
     assert f"{rows['coupled'].wrong} differ from plain" in "\n".join(bench_serving._text(found))
+    found["speed"] = [bench_serving.asdict(replace(rows["coupled"], tau=1.0, wrong=2))]  # nothing was ever accepted
+    assert "2 differ from plain" in "\n".join(bench_serving._text(found))
 
 
 def test_what_a_pass_reads_and_multiplies(small: Target) -> None:

@@ -106,7 +106,7 @@ def test_what_waits_is_bounded(drafter: Drafter, monkeypatch: pytest.MonkeyPatch
     stage = made(drafter)
     for i in range(18):
         stage.commit(*tokens(drafter, [(0, range(i, i + 1)), (20, range(i, i + 1))], i))
-        waiting = sum(len(positions) for parts in stage._late.values() for _, positions in parts)
+        waiting = sum(len(positions) for late in stage._late.values() for _, positions in late.parts)
         assert waiting == stage._late_rows <= 6
 
 
@@ -116,7 +116,7 @@ def test_a_row_that_waits_does_not_keep_its_pass(drafter: Drafter) -> None:
     features, *rest = tokens(drafter, [(0, range(1)), (20, range(12))], 1)
     stage.commit(features, *rest)
     stage.forget(20)
-    (left, _), *more = stage._late[0]
+    (left, _), *more = stage._late[0].parts
     assert not more
     assert left.untyped_storage().nbytes() == left.nbytes == features.nbytes // 13
 

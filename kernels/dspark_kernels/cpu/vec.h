@@ -69,7 +69,8 @@ INLINE vf vfma(vf a, vf b, vf c) {
 }
 
 /* Each 32-bit lane of x and w holds two bf16 numbers: acc + (product of the high halves), and then that + (product of
- * the low ones), each sum rounded as fp32. The same bits as two vfma(), but that factors and sums below 2^-126 count as zero. */
+ * the low ones), each sum rounded as fp32. The same bits as two vfma(), but that factors and sums below 2^-126 count as
+ * zero. */
 #if defined(__AVX512BF16__) && defined(__AVX512F__)
 #define DOT 1
 INLINE vf vdot(vf w, vf x, vf acc) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x); }
